@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-trl-curves bench-stabilisers bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-trl-curves bench-stabilisers bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning bench-real-model
 
 help:             ## this list (every bench-… takes QUICK=1: a table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -164,6 +164,11 @@ bench-learning: setup  ## three seeds of every config that learns, about three C
 	$(if $(QUICK),,$(BIN)/shoal model get smollm2)
 	$(BIN)/python benchmarks/learning.py $(HASTE)
 	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py learning)
+
+bench-real-model: setup  ## SmolLM2 on six small games of one's own, three seeds, up to six CPU hours; goes on where it was ended
+	$(BIN)/shoal model get smollm2
+	$(BIN)/python benchmarks/real_model.py $(HASTE)
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py real_model)
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

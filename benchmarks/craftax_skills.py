@@ -30,14 +30,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO / "src"), os.environ.get("PYTHONPATH", "")])
 
 from shoal.core.files import write_json  # noqa: E402
-from shoal.skills.jobs.store import Store  # noqa: E402
-from shoal.skills.learning.craftax import ACHIEVEMENTS, CLASSIC_ACHIEVEMENTS, features_of  # noqa: E402
+from shoal.skills.graph.store import Store  # noqa: E402
 from shoal.skills.learning.episodes import EpisodesReport, evaluate_chain, play_episodes  # noqa: E402
-from shoal.skills.learning.plan import plan_for  # noqa: E402
-from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
-from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Skill, load_skills  # noqa: E402
 from shoal.skills.learning.trainer import default_config  # noqa: E402
+from shoal.skills.plan import plan_for  # noqa: E402
+from shoal.skills.proposers import knowledge_base  # noqa: E402
+from shoal.skills.scheduler import SkillScheduler  # noqa: E402
+from shoal.skills.spec import Skill, load_skills  # noqa: E402
+from shoal.skills.worlds.craftax import ACHIEVEMENTS, CLASSIC_ACHIEVEMENTS, features_of  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "craftax.json"
 UNSEEN = 12345
@@ -108,7 +108,6 @@ def train(case: Case, folder: Path, seed: int) -> None:
         world=case.world,
         seed=seed,
         config=config,
-        analyse=False,
         max_retries=1,
     )
     known = {row.name for row in scheduler.store.skills()}

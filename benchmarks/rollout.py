@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -42,15 +43,14 @@ from shoal.core.executors import available_cpus  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
-from shoal.rollout.driver import Driver, without_turns  # noqa: E402
 from shoal.rollout.episode import EpisodeId  # noqa: E402
-from shoal.rollout.hosts import sockets  # noqa: E402
+from shoal.rollout.hosts import processes  # noqa: E402
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
 from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
-from shoal.rollout.hosts.sockets import Listener  # noqa: E402
+from shoal.rollout.hosts.processes import PipeHost  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
+from shoal.rollout.play import Driver, ParallelRolloutManager, without_turns  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
-from shoal.rollout.rollouts import ParallelRolloutManager  # noqa: E402
 from shoal.samplers.asking import Statistics, run_here  # noqa: E402
 from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
 from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
@@ -276,20 +276,20 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
     assignments = [Assignment(i, EpisodeId(0, 0, i, 0, 0), f"{requests}") for i in range(n_slots)]
 
     async def play() -> tuple[float, float, float]:
-        listener = Listener(setup)
-        await listener.start()
-        arrives = listener.expect(0)
         context = multiprocessing.get_context("spawn")
-        of_host = context.Value("d")
-        process = context.Process(target=_asks_only, args=(listener.path, of_host), daemon=True)
+        of_host, (pipe, theirs) = context.Value("d"), context.Pipe()
+        process = context.Process(target=_asks_only, args=(theirs, of_host), daemon=True)
         process.start()
-        host = await arrives
-        hosts: Any = LocalHosts(lambda: host)
-        driver = Driver(hosts, _Echo(), Sampling(), lambda index, ended: None)
+        theirs.close()
+        host = PipeHost(setup)
+        await host.pipe.open(pipe)
+        await host.here
+        driver = Driver(LocalHosts(lambda: host), _Echo(), Sampling(), lambda index, ended: None)  # type: ignore[arg-type]
         began, cpu = time.perf_counter(), time.thread_time()
         await driver.play(assignments)
         seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
-        listener.close()
+        host.end()
+        pipe.close()
         await asyncio.sleep(0)
         process.join()
         total = n_slots * requests
@@ -298,18 +298,15 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
     return run_here(play())
 
 
-def _asks_only(path: str, cpu: Any) -> None:
+def _asks_only(pipe: Any, cpu: Any) -> None:
     """A host whose episodes ask for the same again and again; its seconds of CPU go into `cpu`."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        connection.sendall(sockets.framed(sockets.encode(sockets.Hello(0, os.getpid()))))
-        frames = sockets._frames(connection)
-        next(frames)
-        began = time.process_time()
-        turns: dict[int, int] = {}
-        prompt = tuple(range(250))
-        for frame in frames:
-            message = sockets._to_host.decode(frame)
+    pipe.send_bytes(processes.encode(processes.Here(os.getpid())))
+    began = time.process_time()
+    turns: dict[int, int] = {}
+    prompt = tuple(range(250))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            message = processes._to_host.decode(pipe.recv_bytes())
             if isinstance(message, Begin):
                 turns[message.slot], most = 0, int(message.assignment.tag)
                 assignment = message.assignment
@@ -318,8 +315,8 @@ def _asks_only(path: str, cpu: Any) -> None:
             event: Any = Ask(message.slot, turn, prompt, False)
             if turn == most:
                 event = Ended(message.slot, without_turns(assignment, "ok", ""))
-            connection.sendall(sockets.framed(sockets.encode(event)))
-        cpu.value = time.process_time() - began
+            pipe.send_bytes(processes.encode(event))
+    cpu.value = time.process_time() - began
 
 
 def _times(n_clients: int, client: Any, address: Any, requests: int) -> np.ndarray:

@@ -33,13 +33,13 @@ import numpy as np  # noqa: E402
 
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.skills.jobs.store import Store  # noqa: E402
-from shoal.skills.learning.crafting import CRAFTING, CraftingWorld  # noqa: E402
-from shoal.skills.learning.plan import Step  # noqa: E402
-from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
-from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import load_skills  # noqa: E402
+from shoal.skills.graph.store import Store  # noqa: E402
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig  # noqa: E402
+from shoal.skills.plan import Step  # noqa: E402
+from shoal.skills.proposers import knowledge_base  # noqa: E402
+from shoal.skills.scheduler import SkillScheduler  # noqa: E402
+from shoal.skills.spec import load_skills  # noqa: E402
+from shoal.skills.worlds.crafting import CRAFTING, CraftingWorld  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}
@@ -110,7 +110,7 @@ def branches(slots: int, runs: int, budget: float) -> tuple[float, list[float]]:
     walls, gaps = [], []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
-            scheduler = SkillScheduler(folder, slots, config=config, analyse=False)
+            scheduler = SkillScheduler(folder, slots, config=config)
             for name in ("Collect Wood", "Place Table", "Collect Sapling", "Plant Sapling"):
                 scheduler.add_skill(name, SKILLS[name])
             began = time.perf_counter()
@@ -214,9 +214,9 @@ def world_speed() -> None:
             "1/s",
         )
         return
-    from shoal.skills.learning.craftax import CraftaxWorld
+    from shoal.skills.worlds.craftax import ClassicWorld
 
-    classic = CraftaxWorld("craftax-classic", 64)
+    classic = ClassicWorld(64)
     rng = stream(0, "benchmark")
     classic.load(classic.fresh(64, rng), np.arange(64), np.ones(64, np.bool_))
 

@@ -2,6 +2,7 @@
 
 python benchmarks/tables.py vector      docs/vector-results.md
 python benchmarks/tables.py learning    docs/learning-results.md, docs/images/learning.png and demo-llm.png
+python benchmarks/tables.py real_model  docs/learning-results.md
 python benchmarks/tables.py ppo         printed, for docs/ppo.md
 """
 
@@ -197,6 +198,22 @@ def write_learning() -> None:
         "demo-llm.png",
         2,
     )
+
+
+def write_real_model() -> None:
+    path = REPO / "benchmarks" / "results" / "real_model.jsonl"
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = []
+    for game in ("recipe", "maze", "number", "garden", "safe", "kiosk"):
+        seeds = {row["seed"]: row for row in rows if row["game"] == game}
+        cells = [
+            f"{seeds[s]['heldout_success']:.2f} ({seeds[s]['iterations']}, {seeds[s]['cpu_seconds'] / 60:.1f})"
+            if s in seeds
+            else "·"
+            for s in range(3)
+        ]
+        lines.append([game, *cells])
+    put("learning-results.md", "real model", table(["game", "seed 0", "seed 1", "seed 2"], lines))
 
 
 def where(groups: dict[str, list[dict[str, Any]]]) -> str:
@@ -447,4 +464,9 @@ def presets() -> None:
 
 
 if __name__ == "__main__":
-    {"vector": write_vector, "learning": write_learning, "ppo": print_ppo}[sys.argv[1]]()
+    {
+        "vector": write_vector,
+        "learning": write_learning,
+        "real_model": write_real_model,
+        "ppo": print_ppo,
+    }[sys.argv[1]]()

@@ -4,8 +4,7 @@ import tempfile
 
 from shoal import SkillScheduler
 from shoal.skills.learning.episodes import evaluate_chain
-from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
+from shoal.skills.proposers import KnowledgeBase, knowledge_base
 
 
 def main() -> None:
@@ -13,7 +12,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scheduler = SkillScheduler(folder, max_parallel=2)
         proposer = KnowledgeBase(knowledge_base("crafting"), scheduler.features, max_nodes=3)
-        assert Frontier(scheduler, proposer, max_nodes=3).run()
+        assert scheduler.run(proposer)
         report = evaluate_chain(scheduler.store, episodes=256)
         for step, reached in zip(report.plan, report.reached, strict=True):
             print(f"{reached:.2f}  {step.skill} x{step.count}")

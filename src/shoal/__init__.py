@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.envs.frozen_lake import FrozenLakeEnv as FrozenLakeEnv
     from shoal.envs.sokoban.env import SokobanEnv as SokobanEnv
     from shoal.envs.text import TextEnv as TextEnv
-    from shoal.rollout.collector import TrajectoryCollector as TrajectoryCollector
     from shoal.rollout.compat.managers import BanditEnvironmentManager as BanditEnvironmentManager
     from shoal.rollout.compat.managers import CountdownEnvironmentManager as CountdownEnvironmentManager
     from shoal.rollout.compat.managers import EnvironmentManager as EnvironmentManager
@@ -30,12 +29,13 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.rollout.compat.projections import create_projection_function as create_projection_function
     from shoal.rollout.factory import make_environments as make_environments
     from shoal.rollout.factory import validate_environment_config as validate_environment_config
-    from shoal.rollout.rollouts import ParallelRolloutManager as ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager as ParallelRolloutManager
+    from shoal.rollout.play import TrajectoryCollector as TrajectoryCollector
     from shoal.samplers.asking import SharedLLMInferenceManager as SharedLLMInferenceManager
     from shoal.skills.learning.merge import process_completed_training as process_completed_training
     from shoal.skills.learning.network import build_remapping as build_remapping
-    from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
     from shoal.skills.learning.training import prepare_training_run as prepare_training_run
+    from shoal.skills.scheduler import SkillScheduler as SkillScheduler
     from shoal.splitting.splitters import LastNTrajectorySplitter as LastNTrajectorySplitter
     from shoal.splitting.splitters import StepwiseTrajectorySplitter as StepwiseTrajectorySplitter
     from shoal.splitting.splitters import TrajectorySplitter as TrajectorySplitter
@@ -46,10 +46,12 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.train.ppo.ppo import PPO as PPO
     from shoal.train.ppo.sb3 import load_sb3_policy as load_sb3_policy
     from shoal.train.ppo.trainer import PPOTrainer as PPOTrainer
-    from shoal.vector.arguments import groups as groups
-    from shoal.vector.compat import MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer
-    from shoal.vector.compat import ParallelEnv as ParallelEnv
+    from shoal.vector.faces.container import (
+        MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer,
+    )
+    from shoal.vector.faces.container import ParallelEnv as ParallelEnv
     from shoal.vector.make import make_vec as make_vec
+    from shoal.vector.spaces import groups as groups
 
 __version__ = "0.2.0"
 
@@ -63,12 +65,11 @@ _NAMES = {
     "envs.bandit": "BanditEnv",
     "train.agent.trainer": "AgentTrainer",
     "train.agent.config": "AgentConfig",
-    "rollout.collector": "TrajectoryCollector",
     "rollout.factory": "make_environments validate_environment_config",
-    "rollout.rollouts": "ParallelRolloutManager",
+    "rollout.play": "ParallelRolloutManager TrajectoryCollector",
     "samplers.asking": "SharedLLMInferenceManager",
     "rollout.compat.projections": "create_projection_function",
-    "vector.compat": "MultiProcessEnvironmentContainer ParallelEnv",
+    "vector.faces.container": "MultiProcessEnvironmentContainer ParallelEnv",
     "train.ppo.ppo": "PPO",
     "train.ppo.config": "PPOConfig",
     "train.ppo.trainer": "PPOTrainer",
@@ -76,14 +77,14 @@ _NAMES = {
     "train.ppo.sb3": "load_sb3_policy",
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
-    "skills.learning.scheduler": "SkillScheduler",
+    "skills.scheduler": "SkillScheduler",
     "skills.learning.network": "build_remapping",
     "skills.learning.training": "prepare_training_run",
     "skills.learning.merge": "process_completed_training",
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "
     "BanditEnvironmentManager CountdownEnvironmentManager MetaMathQAEnvironmentManager WebShopEnvironmentManager "
     "make_manager",
-    "vector.arguments": "groups",
+    "vector.spaces": "groups",
 }
 _HOME = {name: f"shoal.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -563,4 +563,4 @@ def test_commands_to_go_on_with_name_the_program_as_it_was_called(
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.setattr(sys, "orig_argv", ["my-python", "-m", "shoal"])
     assert program() == told
-    assert resume_command(Path("a b")) == f"{told} skills train --resume --out 'a b'"
+    assert resume_command(Path("a b"), "skills train") == f"{told} skills train --resume --out 'a b'"

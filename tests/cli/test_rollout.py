@@ -66,7 +66,7 @@ def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_
 def test_comparing_finds_what_differs(tmp_path, capsys, monkeypatch):
     from dataclasses import replace
 
-    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager
 
     collect = ParallelRolloutManager.collect
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from shoal.core import executors
 from shoal.core.errors import ConfigError, WorkerDiedError
-from shoal.core.executors import RayExecutor, SerialExecutor, available_memory, make_executor, map_ordered
+from shoal.core.executors import (
+    RayExecutor,
+    SerialExecutor,
+    available_cpus,
+    available_memory,
+    make_executor,
+    map_ordered,
+)
 
 
 def square(x):
@@ -209,8 +216,8 @@ def test_a_shutdown_cancels_what_waits_and_what_runs_on_ray(tasks, wait):
 
 # --- which cluster
 @pytest.fixture
-def starts(monkeypatch, tmp_path):
-    """What `ray.init` was given; nothing is started, and no cluster of this machine is seen."""
+def starts(monkeypatch):
+    """What `ray.init` was given; nothing is started."""
     given = []
     monkeypatch.setitem(
         sys.modules,
@@ -219,80 +226,42 @@ def starts(monkeypatch, tmp_path):
             is_initialized=lambda: False, init=lambda address, **options: given.append((address, options))
         ),
     )
-    monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 0.5)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "ray").mkdir()
     return given
 
 
-def note_cluster(tmp_path, address):
-    """As `ray start` does."""
-    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-
-
-@pytest.fixture
-def closed():
-    """A socket at a port where nothing answers until it listens."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held
-
-
-@pytest.fixture
-def closed_port(closed):
-    return closed.getsockname()[1]
-
-
-def test_without_a_cluster_a_local_ray_is_started(starts):
+def test_without_a_name_a_local_ray_is_started(starts):
     executors.connect_ray(3)
     ((where, options),) = starts
     assert (where, options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
 
 
-def test_a_cluster_that_was_started_here_is_used(starts, tmp_path, closed, closed_port):
-    closed.listen()
-    note_cluster(tmp_path, f"127.0.0.1:{closed_port}")
-    executors.connect_ray(3)
+def test_a_named_cluster_is_used_where_something_answers(starts, monkeypatch):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        named = f"127.0.0.1:{held.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", named)
+        with pytest.raises(
+            ConfigError, match=r"RAY_ADDRESS is .* nothing answers there .*: start the cluster"
+        ):
+            executors.connect_ray(3)
+        assert not starts
+        held.listen()
+        executors.connect_ray(3)
     ((where, options),) = starts
-    assert where == f"127.0.0.1:{closed_port}"
+    assert where == named
     assert "num_cpus" not in options
 
 
-def test_a_cluster_that_is_gone_is_not_waited_for(starts, tmp_path, caplog, closed_port):
-    """A head node that was killed leaves its address behind, and `ray.init` tries it for twenty minutes."""
-    note_cluster(tmp_path, f"127.0.0.1:{closed_port}")
-    executors.connect_ray()
-    assert starts[0][0] == "local"
-    assert "is gone" in caplog.text
-
-
-@pytest.mark.parametrize("named", ["127.0.0.1:{}", "localhost:{}", "auto", "127.0.0.1:65536", "head"])
-def test_a_named_cluster_that_does_not_answer_is_an_error(starts, tmp_path, monkeypatch, named, closed_port):
-    note_cluster(tmp_path, f"127.0.0.1:{closed_port}")
-    monkeypatch.setenv("RAY_ADDRESS", named.format(closed_port))
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is .* nothing answers at .*: start the cluster"):
+@pytest.mark.parametrize("named", ["127.0.0.1:65536", "head:port"])
+def test_an_address_that_can_be_none_is_refused(starts, monkeypatch, named):
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(ConfigError, match="nothing answers there"):
         executors.connect_ray()
     assert not starts
 
 
-def test_auto_without_any_cluster_is_an_error(starts, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(ConfigError, match="no cluster was started on this machine"):
-        executors.connect_ray()
-
-
-def test_a_named_cluster_that_is_just_starting_is_waited_for(starts, monkeypatch, closed, closed_port):
-    monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 60.0)
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
-    timer = threading.Timer(0.6, closed.listen)
-    timer.start()
-    executors.connect_ray()
-    timer.join()
-    assert len(starts) == 1
-
-
-@pytest.mark.parametrize("named", ["local", "ray://head:10001"])
+@pytest.mark.parametrize("named", ["local", "auto", "ray://head:10001"])
 def test_other_names_are_left_to_ray(starts, monkeypatch, named):
     monkeypatch.setenv("RAY_ADDRESS", named)
     executors.connect_ray()
@@ -320,3 +289,25 @@ def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(
     assert available_memory() == 1000 - (900 - (600 - 50))  # shared memory cannot be given back
     (tmp_path / folder / most).write_text("max\n")
     assert available_memory() > machine / 2
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "350000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({}, 64),
+    ],
+    ids=str,
+)
+def test_a_container_with_a_quota_has_as_many_cores(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(executors, "CGROUP", tmp_path)
+    monkeypatch.setattr(executors.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cpus() == cores

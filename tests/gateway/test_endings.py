@@ -96,7 +96,8 @@ def test_a_budget_or_an_exception_of_the_agent_counts_and_a_fault_is_played_agai
         found = (one.status, one.truncated, one.terminated, one.reward, len(one.calls))
         assert found == ("ok", truncated, not truncated, reward, calls), name
         assert one.success == (reward == 1.0), name
-        assert one.finish == ("context" if truncated and calls < 3 else None), name
+        budget = "context" if calls < 3 else "calls"
+        assert one.ended == (budget if truncated else "env" if why is None else "fault"), name
         assert one.program_failed == (why is not None), name
         assert (why or "") in (one.error or ""), name
     for name, why in FAULTS.items():
@@ -115,7 +116,8 @@ def test_a_budget_or_an_exception_of_the_agent_counts_and_a_fault_is_played_agai
     assert metrics["success"] == pytest.approx(2 / 12)
     assert metrics["reward"] == pytest.approx(sum(rewards) / 12)
     assert metrics["truncated"] == pytest.approx(6 / 12)
-    assert metrics["context_full"] == pytest.approx(2 / 12)
+    assert metrics["ended/context"] == pytest.approx(2 / 18)  # of all episodes
+    assert metrics["ended/fault"] == pytest.approx((2 + 6) / 18)
     assert metrics["program_errors"] == pytest.approx(2 / 12)
     assert metrics["failed_episodes"] == metrics["failed/env_error"] == 6
     # one each of `raises_where_it_is_refused`, the three that end at their calls, three of the context, `swallows_a…`;

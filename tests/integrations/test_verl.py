@@ -33,7 +33,7 @@ from shoal.core.errors import DataError, EngineError
 from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
 from shoal.rollout.episode import Episode
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.algorithms.advantages import token_gae, turn_advantages

@@ -5,7 +5,7 @@ import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, with_env
 
 from shoal.core.errors import WorkerTimeoutError
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TinyTokenizer
 

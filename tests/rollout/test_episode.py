@@ -10,11 +10,10 @@ from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
 from shoal.envs import make
 from shoal.envs.actions import Projection
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Completion, Request, Sampling
 from shoal.samplers.scripted import RandomEngine, ScriptedEngine
 from shoal.samplers.tokenizers import ChatCodec, TemplateTokenizer
@@ -61,6 +60,11 @@ def test_an_episode_is_truncated_after_its_last_turn_unless_it_has_ended_in_it(l
     for trajectory in collect(engine, max_actions_per_traj=limit):
         assert (len(trajectory.turns), trajectory.status) == (turns, "ok")
         assert (trajectory.terminated, trajectory.truncated) == (terminated, not terminated)
+        assert trajectory.ended == ("env" if terminated else "turns")
+    longer = collect(engine, max_actions_per_traj=limit + 1)
+    for trajectory, further in zip(collect(engine, max_actions_per_traj=limit), longer, strict=True):
+        shown = [turn.observation for turn in further.turns[turns:]] or [further.last]
+        assert trajectory.last == shown[0]  # what the next turn would have shown
 
 
 # --- templates of one kind of env

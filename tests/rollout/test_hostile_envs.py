@@ -15,13 +15,10 @@ import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, config, with_env
 
 from shoal.core.data import encode_trajectory
-from shoal.core.errors import EngineError
-from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_environments
 from shoal.rollout.plan import place_of
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "threads", "processes")
@@ -397,22 +394,3 @@ def test_text_that_is_a_kind_of_text_is_recorded_as_plain_text(calm, backend):
     else:
         played = play(backend, NumpyText)
     assert list(map(encode_trajectory, played)) == list(map(encode_trajectory, calm))
-
-
-@pytest.mark.parametrize(
-    "error", [EngineError("it does not extend the one before"), KeyError("no such field")]
-)
-@pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, error, monkeypatch):
-    real = Episode.request
-
-    def request(self):
-        if self.place.group == 2 and len(self._turns) == 3:
-            raise error
-        return real(self)
-
-    monkeypatch.setattr(Episode, "request", request)
-    for before, now in zip(calm, play(backend), strict=True):
-        assert (
-            now == before if now.group != 2 else (now.status, now.turns) == ("engine_error", before.turns[:3])
-        )

@@ -17,8 +17,8 @@ from tests.rollout.tools import functions
 from shoal import envs
 from shoal.core.data import encode_trajectory
 from shoal.rollout.journal import Journal
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.rewards.judge import Judge
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -80,14 +80,11 @@ def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
     assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
 
 
-def test_a_rollout_that_has_begun_ahead_is_the_serial_one(cluster):
+def test_a_rollout_that_has_begun_is_the_serial_one(cluster):
     with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
-        manager.collect(3)
-        manager.prepare(4)
-        assert manager.collect(4) == play("serial")[0]
-        manager.prepare(5)
-        assert manager.collect(4) == play("serial")[0]
-        manager.prepare(5)
+        begun = manager.begin(4)
+        assert begun.wait() == play("serial")[0]
+        manager.begin(5)  # and closing it ends that
 
 
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):

@@ -15,13 +15,13 @@ from shoal import envs
 from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.envs.text import Outcome
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.filters import filter_groups
 from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Completion, Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
@@ -37,30 +37,12 @@ def calm():
     return play("serial")[0]
 
 
-def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
-    train, _ = make_environments(config() | {"vector": {"backend": "serial"}})
-    engine = HashEngine()
-    from shoal.rollout.prompts import PromptConfig
-
-    prompt = PromptConfig(**config()["agent_proxy"]["prompt"])
-    playing = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
-    assert playing.collect(4, SAMPLING) == calm
-    assert len({t.turns[0].observation for t in calm}) > 4  # not all alike
-    assert all(
-        t.status == "ok" and len(t.turns) == 6 and {c.weights_version for c in t.calls} == {3} for t in calm
-    )
-
-
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 1), ("threads", 8), ("processes", 3)])
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
 ):
     assert play(backend, n_jobs=n_jobs, parallel={"schedule": schedule})[0] == calm
-
-
-def test_trajectories_are_equal_on_loky(calm):
-    assert play("loky", n_jobs=2)[0] == calm
 
 
 def test_a_serial_rollout_tells_how_busy_its_engine_was(calm):
@@ -116,7 +98,7 @@ def check_failures(calm, played, status, cause):
         if now.env_seed % 4:
             assert now == before
         else:
-            assert now.status == status
+            assert (now.status, now.ended) == (status, "time" if status == "timeout" else "fault")
             assert re.search(cause, now.error)
             assert now.turns == (() if status == "timeout" else before.turns[:2])
             assert not now.success
@@ -394,16 +376,6 @@ def test_numbers_of_numpy_name_the_same_episodes(backend):
         manager.seed = 7
         expected = manager.collect(2, first_group=1, n_groups=2)
     assert list(map(encode_trajectory, played)) == list(map(encode_trajectory, expected))
-
-
-def test_no_process_is_left_behind():
-    with ParallelRolloutManager(config(), HashEngine()) as manager:
-        manager.collect(0)
-        pids = manager.worker_pids()
-        assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed():

@@ -8,7 +8,7 @@ import pytest
 from tests.rollout.doubles import HashEngine, InterruptingEngine, config
 
 from shoal.core.errors import EngineError, WorkerError
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 
 BACKENDS = ("serial", "threads", "processes")
 

@@ -11,10 +11,9 @@ from tests.rollout.doubles import CounterEnv, HashEngine, config, each
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Completion, Key, Request, Sampling, checked
 from shoal.samplers.tokenizers import ChatCodec
 

@@ -7,7 +7,7 @@ from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import Completion, Key, Request, Sampling, room_left
 from shoal.samplers.tiny import TinyEngine, TinyShape

@@ -12,7 +12,7 @@ from tests.samplers.vllm import fake_vllm
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.registry import (
     SAMPLERS,
     EngineConfig,

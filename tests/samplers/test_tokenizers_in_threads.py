@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 
 from shoal import envs
 from shoal.core.errors import EngineError
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TemplateTokenizer
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.jobs.process import ExhaustedError, write_failure
-from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.graph.process import NotLearnedError, write_failure
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
+from shoal.skills.worlds.crafting import CraftingWorld
 
 QUICK = TrainingConfig(
     total_timesteps=2048,
@@ -81,7 +81,9 @@ class ScriptedLauncher:
         try:
             words = self.script(folder, attempt) or words
         except Exception as error:
-            write_failure(folder, attempt, error if isinstance(error, ExhaustedError) else str(error))
+            write_failure(
+                folder, attempt, error if isinstance(error, NotLearnedError | OSError) else str(error)
+            )
             words = "exit status 1"
         with self._lock:
             self.running.discard(name)

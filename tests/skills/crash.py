@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.jobs.store import Store
+from shoal.skills.graph.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -85,8 +85,8 @@ def merge(base: str, *numbers: str) -> None:
 
 
 def schedule(base: str, config: str) -> None:
-    from shoal.skills.learning.scheduler import SkillScheduler
     from shoal.skills.learning.trainer import TrainingConfig
+    from shoal.skills.scheduler import SkillScheduler
 
     settings = TrainingConfig(**json.loads(config))
     scheduler = SkillScheduler(
@@ -95,7 +95,6 @@ def schedule(base: str, config: str) -> None:
         0.2,
         10**6,
         config=settings,
-        analyse=False,
         on_event=tell,
     )
     scheduler.run()  # who looks at the store sees whether all is completed; some skill may have been cancelled

@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.graph.launchers import job_environment
 
 
 def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> None:
     code = (
-        "import sys, shoal.skills.learning.scheduler, shoal.skills.learning.merge, shoal.cli.skills;"
+        "import sys, shoal.skills.scheduler, shoal.skills.learning.merge, shoal.cli.skills;"
         "heavy = {'torch', 'jax', 'ray', 'matplotlib', 'PIL', 'transformers', 'shoal.train'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

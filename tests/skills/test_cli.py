@@ -19,9 +19,8 @@ from shoal.cli.command import parse
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.store import NewVersion, Store
-from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.graph.store import NewVersion, Store
+from shoal.skills.scheduler import SkillScheduler
 
 QUICK = [
     "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",
@@ -84,10 +83,10 @@ def test_a_folder_in_use_is_only_continued_when_asked(
 def test_a_run_that_an_error_ends_says_so_in_its_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Frontier) -> bool:
+    def fail(self: SkillScheduler, *arguments: object) -> bool:
         raise OSError(errno.ENOSPC, "database or disk is full", "state.db")
 
-    monkeypatch.setattr(Frontier, "run", fail)
+    monkeypatch.setattr(SkillScheduler, "run", fail)
     assert skills("train", "--graph-path", str(tmp_path), *QUICK) == 1
     assert "database or disk is full (state.db); what was saved before is whole" in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
@@ -130,7 +129,7 @@ def test_status_history_eval_and_rollback_tell_of_the_run(
         assert told in capsys.readouterr().err
     with contextlib.closing(Store(trained)) as store:
         older = store.version(1)
-        newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, "run", accepted=True))
+        newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, accepted=True))
     assert skills("rollback", "0", "1", *at) == 0
     out = capsys.readouterr().out
     assert "version 1 is the head of expert 0 again" in out
@@ -241,6 +240,7 @@ def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(
     err = capsys.readouterr().err
     assert "Collect Wood: failed: NotLearnedError: not learned" in err
     assert "Place Table: blocked: Collect Wood failed" in err
+    assert f"another chance with: shoal skills retry 'Collect Wood' --out {tmp_path}" in err
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert skills("cancel", "Collect Wood", "--graph-path", str(tmp_path)) == 2
     assert "there is nothing to cancel" in capsys.readouterr().err
@@ -288,6 +288,16 @@ def test_a_dry_run_prints_the_graph_and_touches_nothing(
         "Place Table: needs Collect Wood; plan Collect Wood x2 -> Place Table x1" in capsys.readouterr().out
     )
     assert not (tmp_path / "x").exists()
+    assert skills("train", "--dry-run", "--json", "--max_nodes", "2") == 0
+    rows = json.loads(capsys.readouterr().out)["skills"]
+    assert rows[1]["needs"] == ["Collect Wood"]
+    assert rows[1]["plan"] == [{"skill": "Collect Wood", "count": 2}, {"skill": "Place Table", "count": 1}]
+
+
+def test_an_option_without_its_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--out", "--env-name"):
+        assert skills("train", flag) == 2
+        assert capsys.readouterr().err == f"shoal: Parameter {flag} requires an argument.\n"
 
 
 def test_a_dry_run_prints_the_plans_that_are_trained_with_where_places_are_left_on_the_way(

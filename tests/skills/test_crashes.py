@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import LocalLauncher, job_environment
-from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, reopen
-from shoal.skills.jobs.store import NewVersion, Store
-from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.graph.launchers import LocalLauncher, job_environment
+from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
+from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning.network import Network, decode, encode
-from shoal.skills.learning.plan import dependencies
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import load_skills, parse_skill
 from shoal.skills.learning.training import finish_training, prepare_training_run, read_outcome
+from shoal.skills.plan import dependencies
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills, parse_skill
+from shoal.skills.worlds.crafting import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
 ENV = {**os.environ, **job_environment(2)}
@@ -143,7 +143,7 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     store.add_skill(wood, [], 10**6)
     store.assign_expert("Collect Wood")
     first = store.put_blob(encode(net("base").params()))
-    store.add_version(NewVersion(0, first, None, 50, 50, "run", True))
+    store.add_version(NewVersion(0, first, None, 50, 50, True))
     store.update_skill("Collect Wood", status="completed")
     attempts = []
     for i in range(runs):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import job_environment
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.graph.launchers import job_environment
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.training import prepare_training_run
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.crafting import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")

@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.graph.launchers import TmuxLauncher, job_environment, start_time
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.crafting import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
 SCHEDULE = """
 import json, sys
-from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.learning.trainer import TrainingConfig
-s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])), analyse=False,
+s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])),
                    on_event=lambda e: print(json.dumps(e), flush=True))
 s.run()
 """
@@ -125,7 +125,7 @@ def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert
 @pytest.mark.slow
 def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) -> None:
     def train(slots: int) -> dict[str, str]:
-        s = SkillScheduler(tmp_path / str(slots), slots, config=quick, analyse=False)
+        s = SkillScheduler(tmp_path / str(slots), slots, config=quick)
         for name in ("Collect Wood", "Drink Water", "Collect Sapling"):
             s.add_skill(name, SKILLS[name])
         assert s.run()
@@ -143,24 +143,6 @@ def _weights(base: Path, sha: str) -> str:
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
 
 
-@pytest.mark.slow
-def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Path, quick) -> None:
-    config = replace(quick, train_deps="on", bank_worlds=256, total_timesteps=6000)
-    s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="evaluate")
-    for name in ("Collect Wood", "Place Table"):
-        s.add_skill(name, SKILLS[name])
-    assert s.run()
-    versions = s.store.versions(0)
-    assert [row.kind for row in versions[:2]] == ["run", "run"]
-    first, second = versions[:2]
-    assert second.parent == first.id
-    assert second.frames == first.frames + second.acted
-    assert 0 < second.acted < s.store.skill("Place Table").result["frames"]  # only where it acted itself
-    assert second.episodes is not None
-    assert second.episodes >= 256
-    assert s.store.head(1) is not None
-
-
 def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
     s = SkillScheduler(tmp_path, max_retries=0, config=replace(quick, min_success=1.1, total_timesteps=600))
     s.add_skill("Collect Wood", SKILLS["Collect Wood"])
@@ -172,7 +154,7 @@ def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
 def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick) -> None:
     launcher = TmuxLauncher(f"shoal-test-{os.getpid()}")
     try:
-        s = SkillScheduler(tmp_path / "tmux", launcher=launcher, config=quick, analyse=False)
+        s = SkillScheduler(tmp_path / "tmux", launcher=launcher, config=quick)
         s.add_skill("Collect Wood", SKILLS["Collect Wood"])
         assert s.run()
         attempt = s.store.attempts()[0]
@@ -188,16 +170,16 @@ def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick) -> None:
 @pytest.mark.ray
 def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     ray = pytest.importorskip("ray")
-    from shoal.skills.jobs.launchers import RayLauncher
+    from shoal.skills.graph.launchers import RayLauncher
 
     try:
-        s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick, analyse=False)
+        s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(), config=quick)
         for name in ("Collect Wood", "Drink Water"):
             s.add_skill(name, SKILLS[name])
         assert s.run()
     finally:
         ray.shutdown()
-    local = SkillScheduler(tmp_path / "local", config=quick, analyse=False)
+    local = SkillScheduler(tmp_path / "local", config=quick)
     local.add_skill("Collect Wood", SKILLS["Collect Wood"])
     assert local.run()
     assert head_sha(tmp_path / "ray") == head_sha(tmp_path / "local")

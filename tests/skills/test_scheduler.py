@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,23 +12,21 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.launchers import start_time
-from shoal.skills.jobs.process import ExhaustedError
-from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, reopen
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Skill, parse_skill
+from shoal.skills.graph.launchers import start_time
+from shoal.skills.graph.process import NotLearnedError
+from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
+from shoal.skills.graph.store import Store
+from shoal.skills.graph.views import condition
 from shoal.skills.learning.training import Run, finish_training, prepare_training_run
+from shoal.skills.proposers import KnowledgeBase, knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import Skill, parse_skill
+from shoal.skills.worlds.crafting import CRAFTING
 
 
 def skill(
@@ -50,7 +49,7 @@ WATER, SAPLING = skill("Drink Water", "drink"), skill("Collect Sapling", "saplin
 
 
 def scheduler(base: Path, launcher, *skills: Skill, **more) -> SkillScheduler:
-    s = SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **{"analyse": False, **more})
+    s = SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **more)
     for one in skills:
         s.add_skill(one.name, one)
     return s
@@ -250,7 +249,7 @@ def test_what_is_no_result_is_the_failure_of_its_skill_and_not_the_end_of_the_ru
 @pytest.mark.parametrize(
     ("error", "launches", "reason"),
     [
-        (OSError(28, "No space left on device"), 2, None),
+        (OSError(5, "Input/output error"), 2, None),
         (RuntimeError("tmux new-session failed"), 2, None),
         (ConfigError("it makes no sense"), 1, "cannot be launched: it makes no sense"),
     ],
@@ -269,6 +268,42 @@ def test_a_launch_that_cannot_be_made_is_tried_again_unless_it_makes_no_sense(
     assert s.get_failed_skills() == ({} if reason is None else {"Collect Wood": reason})
     assert s.get_status("Drink Water") == "completed"
     assert len(s.store.attempts("Collect Wood")) == launches
+
+
+def test_a_full_disk_ends_the_run_uses_up_no_retry_and_the_next_run_goes_on(tmp_path: Path, scripted) -> None:
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    launcher = scripted()
+    launch = launcher.launch
+
+    def cannot(*arguments):
+        launcher.launch = launch
+        raise no_room
+
+    def fails(folder: Path, attempt: int) -> None:
+        launcher.script = launcher.finish
+        raise no_room
+
+    launcher.launch, launcher.script = cannot, fails  # first no launch can be made, then no result be written
+    for launches in (1, 2):
+        s = scheduler(tmp_path, launcher, WOOD, max_retries=0)
+        with pytest.raises(OSError, match="No space left on device"):
+            s.run()
+        row = s.store.skill("Collect Wood")
+        assert (row.status, row.retries, row.reason) == ("waiting", 0, "the disk is full")
+        assert [attempt.outcome for attempt in s.store.attempts()] == ["stopped"] * launches
+        s.close()
+    assert scheduler(tmp_path, launcher, max_retries=0).run()
+
+
+def test_what_ended_without_a_word_while_no_scheduler_watched_is_launched_again(
+    tmp_path: Path, scripted
+) -> None:
+    s = scheduler(tmp_path, scripted(), WOOD, max_retries=0)
+    folder, _, _ = prepare_training_run(WOOD.name, WOOD, s.store.assign_expert(WOOD.name), [], {}, tmp_path)
+    number = s.store.begin_attempt(WOOD.name, folder)
+    s.store.set_handle(number, "local", {"pid": 1, "began": "long ago"}, folder / "log")
+    assert s.run()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["lost", "merged"]
 
 
 def test_a_folder_that_cannot_be_written_is_the_failure_of_its_skill(tmp_path: Path, scripted) -> None:
@@ -333,7 +368,7 @@ def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
     s.enqueue_continuation(WOOD.name, 100)
     assert s.run(), s.get_failed_skills()
     assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
-    assert [version.kind for version in s.store.versions()] == ["run", "run"]
+    assert [version.accepted for version in s.store.versions()] == [True, False]  # the head keeps ties
 
 
 def test_a_resumed_run_trains_with_the_budget_it_is_given_unless_a_skill_has_its_own(
@@ -363,7 +398,7 @@ def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
 ) -> None:
     def exhausted(folder: Path, attempt: int) -> None:
         budgets.append(Run.open(folder).spec["config"]["total_timesteps"])
-        raise ExhaustedError("not learned")
+        raise NotLearnedError("not learned")
 
     budgets: list[float] = []
     launcher = scripted(exhausted)
@@ -372,7 +407,7 @@ def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
     assert budgets == [1000]  # five more of the same would have ended the same
     at = ["--graph-path", str(tmp_path)]
     assert main(["skills", "retry", "Collect Wood", *at]) == 2
-    assert "used its whole budget of 1,000 steps" in capsys.readouterr().err
+    assert "give it more than 1,000 steps with --budget" in capsys.readouterr().err
     assert main(["skills", "retry", "Collect Wood", "--budget", "4000", *at]) == 0
     s.run()
     assert budgets == [1000, 4000]
@@ -386,7 +421,7 @@ def test_a_budget_raised_while_a_training_runs_is_used_when_it_ends(tmp_path: Pa
     def exhausted(folder: Path, attempt: int) -> None:
         if attempt == 1:
             reopen(Store(tmp_path), "Collect Wood", budget=9000)
-            raise ExhaustedError("not learned")
+            raise NotLearnedError("not learned")
         launcher.finish(folder, attempt)
 
     launcher = scripted(exhausted)
@@ -548,12 +583,6 @@ def test_a_result_waits_for_who_trains_when_other_trainings_are_ended(
     assert s.store.attempt(done).outcome == "merged"
 
 
-def frontier(s: SkillScheduler, foresees: bool) -> Frontier:
-    proposer = KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3)
-    proposer.foresees = foresees
-    return Frontier(s, proposer, 3)
-
-
 @pytest.mark.parametrize("foresees", [True, False])
 def test_a_skill_cancelled_while_the_next_proposal_waits_for_it_ends_the_run(
     tmp_path: Path, scripted, foresees: bool
@@ -561,21 +590,14 @@ def test_a_skill_cancelled_while_the_next_proposal_waits_for_it_ends_the_run(
     launcher = scripted(lambda folder, attempt: "killed by signal 9")
     launcher.gate.clear()
     s = scheduler(tmp_path, launcher)
-    thread = in_thread(frontier(s, foresees).run)
+    proposer = KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3)
+    proposer.foresees = foresees
+    thread = in_thread(lambda: s.run(proposer, 3))
     wait_for(lambda: launcher.running)
     ask_to_cancel(Store(tmp_path), "Collect Wood")  # as another process would
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert s.get_status("Collect Wood") == "skipped"
-
-
-def test_a_frontier_ends_with_its_scheduler_whatever_ended_it(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted(), on_event=lambda event: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        frontier(s, False).run()
-    wait_for(lambda: "frontier" not in [thread.name for thread in threading.enumerate()])
-    s.take()  # the folder is free again
-    s.close()
 
 
 def test_a_second_scheduler_is_refused_before_it_changes_anything(
@@ -586,7 +608,7 @@ def test_a_second_scheduler_is_refused_before_it_changes_anything(
     (tmp_path / "config.yaml").write_text("seed: 7\nconfig: {}\n")
     second = scheduler(tmp_path, scripted())
     with pytest.raises(WorkerError, match="another scheduler"):
-        frontier(second, True).run()
+        second.run(KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3))
     assert main(["skills", "train", "--resume", "--max_nodes", "2", "--graph-path", str(tmp_path)]) != 0
     assert "another scheduler" in capsys.readouterr().err
     assert (tmp_path / "config.yaml").read_text() == "seed: 7\nconfig: {}\n"
@@ -601,7 +623,7 @@ def test_a_scheduler_is_run_by_one_thread_at_a_time(tmp_path: Path, scripted) ->
     s = scheduler(tmp_path, launcher, WOOD)
     thread = in_thread(s.run)
     wait_for(lambda: launcher.running)
-    for again in (s.run, s.settle, Frontier(s, SimpleNamespace(), 1).run):
+    for again in (s.run, s.settle):
         with pytest.raises(WorkerError, match="another thread of this process is running"):
             again()
     launcher.gate.set()
@@ -640,74 +662,6 @@ def test_who_goes_on_with_a_folder_is_told_nothing_twice(tmp_path: Path, scripte
     assert [event["event"] for event in told[2]] == [event["event"] for event in told[0]]
 
 
-def test_a_script_can_be_run_again_after_its_specs_were_corrected(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted(), WOOD)
-    corrected = replace(WOOD, requirements={"iron": 1})
-    s.store.update_skill("Collect Wood", spec=corrected.as_dict())
-    s.add_skill("Collect Wood", WOOD)
-    s.add_skill("Collect Wood", corrected)
-    assert s.store.skill("Collect Wood").spec == corrected
-    with pytest.raises(ValueError, match="another skill named 'Collect Wood'"):
-        s.add_skill("Collect Wood", replace(corrected, horizon=9))
-
-
-def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted, net) -> None:
-    """Each drink gives four, and three in a row are practised: twelve can never be held."""
-    column = CRAFTING.index("drink")
-
-    def finish(folder: Path, attempt: int) -> None:
-        values = np.zeros((3, 30, len(CRAFTING.names)), np.float32)
-        values[1:, :, column] = [[5], [9]]
-        episodes = dict(zip(("start", "before", "end"), values, strict=True)) | {"success": np.ones(30)}
-        finish_training(
-            folder, {0: net(attempt).params()}, {0: 10}, attempt=attempt, success=0.9, episodes=episodes
-        )
-
-    s = scheduler(tmp_path, scripted(finish), analyse=True)
-    s.add_skill("Drink", parse_skill({**WATER.as_dict(), "name": "Drink", "practice": 3}))
-    assert s.run()
-    assert s.store.skill("Drink").spec.gain == {"drink": 1}
-    s.enqueue_continuation("Drink", 100)
-    assert s.run(), s.get_failed_skills()
-
-
-@pytest.mark.parametrize(
-    ("analyse", "needed"), [(False, ("Drink Water",)), (True, ("Drink Water", "Collect Wood"))]
-)
-def test_what_a_corrected_plan_uses_is_waited_for_though_the_run_is_killed_as_soon_as_it_is_known(
-    tmp_path: Path, scripted, net, analyse: bool, needed: tuple[str, ...]
-) -> None:
-    """Water can be drunk by those alone who have wood."""
-
-    def finish(folder: Path, attempt: int) -> None:
-        start = np.zeros((100, len(CRAFTING.names)), np.float32)
-        start[:50, CRAFTING.index("wood")] = 1
-        end, success = start.copy(), np.arange(100) < 50
-        end[:50, CRAFTING.index("drink")] = 1
-        episodes = {"start": start, "before": start, "end": end, "success": success}
-        own = len(Run.open(folder).local_to_global) - 1
-        finish_training(
-            folder, {own: net(attempt).params()}, {own: 10}, attempt=attempt,
-            episodes=episodes if attempt == 1 else None,
-        )  # fmt: skip
-
-    def make() -> SkillScheduler:
-        return scheduler(tmp_path, scripted(finish), analyse=analyse, max_parallel=1, max_retries=0)
-
-    s = make()
-    for one in (WATER, skill("Collect Sapling", "sapling", holds={"drink": 1}), WOOD):
-        s.add_skill(one.name, one)
-    s.set_callbacks(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        s.run()
-    s.close()
-    s = make()
-    assert s.store.skill("Drink Water").status == "completed"
-    assert s.run(), s.get_failed_skills()
-    assert s.store.skill("Collect Sapling").dependencies == needed
-    s.close()
-
-
 def test_a_skill_is_added_under_its_own_name(tmp_path: Path, scripted) -> None:
     s = scheduler(tmp_path, scripted())
     with pytest.raises(ConfigError, match="skill 'Drink Water': its data names it 'Collect Wood'"):
@@ -728,7 +682,6 @@ def test_a_skill_is_added_under_its_own_name(tmp_path: Path, scripted) -> None:
         ({"max_retries": -1}, "max_retries must be a whole number and at least 0, got -1"),
         ({"time_limit": 0}, "time_limit must be a positive number of seconds, got 0"),
         ({"time_limit": "5"}, "time_limit must be .* got '5'"),
-        ({"merge": "best"}, "merge must be one of"),
         ({"launcher": "locl"}, "Did you mean 'local'"),
     ],
 )

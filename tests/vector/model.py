@@ -146,7 +146,6 @@ class Twin:
 
     env: Encoded
     mode: str
-    active: bool = True
     unsure: bool = False
     fresh: bool = False
     over: bool = False
@@ -156,7 +155,7 @@ class Twin:
     @property
     def steps(self) -> bool:
         """Whether the next step reaches the env: its action counts."""
-        return self.active and not (self.over and not self.waits)
+        return not (self.over and not self.waits)
 
     @property
     def waits(self) -> bool:
@@ -189,12 +188,7 @@ class Twin:
             faulty: it had to fail in this step.
             endangered: somebody in the vector env ended a worker, perhaps its own.
         """
-        if not self.active:
-            assert "worker_masked" in seen.info, seen
-            assert (seen.reward, seen.terminated, seen.truncated) == (0.0, False, False), seen
-            assert self.shown is None or same(seen.obs, self.shown), (seen, self.shown)
-            return
-        if "worker_restarted" in seen.info or "worker_masked" in seen.info:
+        if "worker_restarted" in seen.info:
             assert faulty or endangered or self.unsure, f"replaced without a reason: {seen}"
             self._see_replaced(action, seen)
         elif self.fresh:
@@ -232,10 +226,6 @@ class Twin:
             ends.append((real.reward, real.terminated, real.truncated))  # it ended, then its worker did
         assert flags in ends, f"{seen} is none of the ends {ends}"
         self.unsure = False
-        if "worker_masked" in seen.info:
-            assert self._known(seen.obs), (seen, self.lasts)
-            self.active = False
-            return
         self.fresh = self.over = True
         if self.mode == "same_step":
             assert self._known(seen.info["final_obs"]), (seen, self.lasts)
@@ -274,7 +264,7 @@ class Twin:
 
     def see_state(self, row: Sequence[int]) -> None:
         """Check what the env itself tells."""
-        if self.active and not (self.unsure or self.fresh):
+        if not (self.unsure or self.fresh):
             assert list(row) == self.env.tell()
-        elif self.active:
+        else:
             assert row[INDEX] == self.env.index

@@ -70,7 +70,6 @@ layouts = st.sampled_from(
         {"backend": "thread", "num_workers": 2},
         {"backend": "process", "num_workers": 1},
         {"backend": "process", "num_workers": 3, "on_failure": "restart"},
-        {"backend": "process", "num_workers": 2, "threads": True},
         {"backend": "auto", "plan": Plan("process", workers=1, caller_share=2)},
     ]
 )
@@ -354,11 +353,11 @@ def test_different_environments_stand_in_one_vector() -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("layout", [("serial", None, False), ("process", 1, False), ("process", 1, True)])
+@pytest.mark.parametrize("layout", [("serial", None), ("thread", 1), ("process", 1)])
 def test_options_that_an_env_takes_out_are_there_for_the_others_and_for_the_caller(layout: Any) -> None:
-    backend, workers, threads = layout
+    backend, workers = layout
     given = {"level": 3}
-    envs = make_vec(TakingEnv, 3, backend=backend, num_workers=workers, threads=threads)
+    envs = make_vec(TakingEnv, 3, backend=backend, num_workers=workers)
     try:
         for _ in range(2):
             assert envs.reset(seed=0, options=given)[1]["level"].tolist() == [3, 3, 3]

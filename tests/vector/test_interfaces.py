@@ -1,4 +1,4 @@
-"""The other faces of a pool: containers, ParallelEnv, EnvPool and PufferLib styles, SB3, checks for users."""
+"""The other faces of a pool: containers, ParallelEnv, SB3, checks for users."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import EnvError, UnknownNameError, WorkerError
+from shoal.core.errors import EnvError, UnknownNameError
 from shoal.core.seeding import derive_seed
 from shoal.testing import check_vector_env
 from shoal.vector import (
     AsyncVectorEnv,
-    EnvPoolStyle,
     MultiProcessEnvironmentContainer,
     ParallelEnv,
-    PufferStyle,
     groups,
 )
 from tests.vector.faulty import CountEnv, Faulty
@@ -68,17 +66,15 @@ def test_a_container_replaces_a_failed_env_and_reports_it_done() -> None:
         assert "SIGKILL" in infos[0]["worker_error"]
 
 
-def test_a_container_goes_on_without_the_envs_that_were_masked_out() -> None:
-    fns = functools.partial(Faulty, "raise")
-    with MultiProcessEnvironmentContainer(fns, 2, backend="serial", on_failure="mask") as container:
+def test_a_container_reports_who_was_lost_with_its_worker_done_also_where_it_was_left_alone() -> None:
+    fns = functools.partial(Faulty, "kill")
+    with MultiProcessEnvironmentContainer(fns, 3, 1, num_workers=1) as container:
         container.reset()
-        _, rewards, dones, infos = container.step([9, 1])
-        assert (rewards, dones, infos[0]["worker_masked"]) == ([0.0, 11.0], [True, False], True)
-        for _ in range(2):
-            container.reset()
-            assert container.step([None, 1])[1:3] == ([0.0, 11.0], [True, False])
-        with pytest.raises(EnvError, match=r"episodes of environments \[0\] are over"):
-            container.step([1, 1])
+        _, rewards, dones, infos = container.step([9, None, 1])
+        assert (rewards, dones) == ([0.0] * 3, [True] * 3)
+        assert [info["worker_env"] for info in infos] == [0, 0, 0]
+        container.reset()
+        assert container.step([None, 1, 1])[1:3] == ([0.0, 11.0, 11.0], [False] * 3)
 
 
 @pytest.mark.parametrize("actions", ["12", {0: "1 + 2", 1: "2 + 1"}])
@@ -117,12 +113,8 @@ def test_what_is_left_or_closed_ends_its_environments() -> None:
         assert not container.envs.closed
     with ParallelEnv([CountEnv], backend="serial") as parallel:
         assert not parallel.envs.closed
-    puffer = PufferStyle(make_vec(CountEnv, 2, backend="serial"))
-    pool = puffer._inner.pool
-    puffer.close()
     assert container.envs.closed
     assert parallel.envs.closed
-    assert pool.closed
 
 
 def test_parallel_env_takes_lambdas_and_resets_itself() -> None:
@@ -135,75 +127,6 @@ def test_parallel_env_takes_lambdas_and_resets_itself() -> None:
         assert infos["final_obs"][0].tolist() == [5, 1, 2, 1]
         assert obs[:, 1].tolist() == [2, 1]  # the first is in its second episode
         assert len(envs) == envs.n_envs == 2
-
-
-def test_envpool_style_receives_batches_with_ids() -> None:
-    envs = EnvPoolStyle(make_vec(CountEnv, 4, backend="process", num_workers=2), batch_size=2)
-    envs.async_reset(seed=10)
-    steps = dict.fromkeys(range(4), 0)
-    for _ in range(12):
-        obs, *_, infos = envs.recv()
-        assert obs.shape == (2, 4)
-        for row, i in zip(obs, infos["env_id"].tolist(), strict=True):
-            assert row[0] == 10 + i
-            assert row[2] == steps[i] % 5
-            steps[i] += 1
-        envs.send(np.array([1, 1]), infos["env_id"])
-    envs.close()
-
-
-def test_envpool_style_keeps_what_came_early_and_takes_all_or_some() -> None:
-    envs = EnvPoolStyle(make_vec(CountEnv, 4, backend="thread"))
-    assert envs.batch_size == 4
-    envs.async_reset(seed=10)
-    assert sorted(envs.recv()[0][:, 0].tolist()) == [10, 11, 12, 13]
-    obs, rewards, terminated, truncated, infos = envs.step(np.array([1, 2, 3, 4]))
-    order = infos["env_id"]
-    assert rewards.tolist() == [11.0 + 10 * i for i in order]
-    assert obs[:, 3].tolist() == [1 + i for i in order]
-    assert (terminated.any(), truncated.any(), infos["infos"]) == (False, False, [{"t": 1}] * 4)
-    envs.batch_size = 1
-    envs.send([5, 6], [3, 0])
-    first, second = envs.recv(), envs.recv()
-    assert sorted((part[4]["env_id"].tolist(), part[1].tolist()) for part in (first, second)) == [
-        ([0], [62.0]),
-        ([3], [52.0]),
-    ]
-    envs.close()
-    assert envs.pool.closed
-    for size, message in (
-        (5, r"batch_size must be in \[1, 4\], got 5"),
-        (-1, "batch_size must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EnvPoolStyle(make_vec(CountEnv, 4, backend="serial"), size)
-
-
-def test_envpool_style_takes_one_seed_for_each_or_says_what_a_seed_is() -> None:
-    envs = EnvPoolStyle(make_vec(CountEnv, 2, backend="serial"))
-    envs.async_reset([7, 3])  # type: ignore[arg-type]
-    assert envs.recv()[0][:, 0].tolist() == [7, 3]
-    with pytest.raises(TypeError, match="a seed must be a whole number or None, got 'a'"):
-        envs.async_reset("a")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("fault", ["raise", "kill"])
-def test_envpool_style_begins_anew_after_an_error(fault: str) -> None:
-    fns = [functools.partial(Faulty, fault), CountEnv, CountEnv, CountEnv]
-    envs = EnvPoolStyle(make_vec(fns, backend="process", num_workers=2), batch_size=2)
-    envs.async_reset(seed=10)
-    envs.recv()
-    envs.recv()
-    envs.send(np.array([9, 1, 1, 1]))
-    with pytest.raises((ZeroDivisionError, WorkerError), match="env 0 "):
-        [envs.recv() for _ in range(2)]
-    with pytest.raises(EnvError, match=r"reset\(\) all environments before"):
-        envs.send(np.array([1, 1, 1, 1]))
-    envs.async_reset(seed=20)
-    assert sorted([*envs.recv()[0][:, 0].tolist(), *envs.recv()[0][:, 0].tolist()]) == [20, 21, 22, 23]
-    envs.send(np.array([1, 1, 1, 1]))
-    assert [*envs.recv()[1].tolist(), *envs.recv()[1].tolist()] == [11.0] * 4
-    envs.close()
 
 
 def test_a_container_of_no_environments_is_refused() -> None:
@@ -234,37 +157,6 @@ def test_nobody_goes_on_in_a_container_after_a_reset_that_failed() -> None:
             container.step([1, 1])  # env 0 has begun anew already
         container.reset()
         assert container.step([1, 1])[1] == [11.0, 11.0]
-
-
-def test_puffer_style_sends_to_the_batch_it_received() -> None:
-    envs = PufferStyle(make_vec(CountEnv, 4, backend="process", num_workers=2), batch_size=2)
-    envs.async_reset(seed=3)
-    for _ in range(6):
-        obs, _, _, _, _, ids, mask = envs.recv()
-        assert obs[:, 0].tolist() == [3 + i for i in ids]
-        assert mask.all()
-        envs.send(np.array([1, 2]))
-    envs.close()
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_envpool_and_puffer_style_begin_again_while_some_are_on_their_way(backend: Any) -> None:
-    workers = {} if backend == "serial" else {"num_workers": 4}
-    envs = PufferStyle(make_vec(CountEnv, 4, backend=backend, **workers), batch_size=2)
-    for seed in (3, 30):
-        envs.reset(seed)
-        envs.step(np.array([1, 1]))
-    envs.async_reset(7)
-    ids: list[int] = []
-    for _ in range(2):
-        obs, _, _, _, _, got, _ = envs.recv()
-        assert obs[:, 0].tolist() == [7 + i for i in got]
-        assert not obs[:, 2].any()  # each is at its beginning
-        ids += got.tolist()
-    assert sorted(ids) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="no environment is in flight: send some actions first"):
-        envs.recv()
-    envs.close()
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
@@ -461,7 +353,7 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
 
     from stable_baselines3.common.vec_env import patch_gym
 
-    from shoal.vector.compat import patched
+    from shoal.vector.faces.sb3_workers import patched
 
     monkeypatch.setattr(patch_gym, "_patch_env", lambda env: ("patched", env))
     assert patched(lambda: "an old env") == ("patched", "an old env")
@@ -502,20 +394,6 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
         ours.step(actions[:1])
     with pytest.raises(ValueError, match="frok"):
         SB3VecEnv(fns, "frok")
-    masked = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial", on_failure="mask")
-    masked.reset()
-    _, _, dones, infos = masked.step(np.array([9, 1]))
-    assert dones.tolist() == [True, False]
-    assert infos[0]["terminal_observation"][2] == 0
-    for options in ({"x": 1}, {}):
-        masked.set_options(options)
-        assert masked.reset()[1].tolist()[1:] == [2 + (not options), 0, 0]
-    masked.close()
-    alone = SB3VecEnv([functools.partial(Faulty, "raise")], backend="serial", on_failure="mask")
-    alone.reset()
-    alone.step(np.array([9]))
-    with pytest.raises(WorkerError, match="none of the 1 environments is left"):
-        alone.reset()
     failed = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial")
     failed.reset()
     with pytest.raises(ZeroDivisionError):

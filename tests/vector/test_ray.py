@@ -141,17 +141,6 @@ def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> No
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
-def test_an_actor_that_is_lost_is_the_fault_of_an_env_that_was_stepped(cluster: Any) -> None:
-    fns = [functools.partial(Faulty, fault) for fault in ("raise", "exit")]
-    with make_vec(fns, backend="ray", num_workers=1, on_failure="mask", autoreset="same_step") as envs:
-        envs.reset(seed=0)
-        assert envs.step([9, 1])[3].tolist() == [True, False]
-        assert envs.step([1, 9])[3].tolist() == [False, True]  # the end of the first was told before
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
 def test_deaths_and_hangs_are_named(cluster: Any) -> None:
     envs = make_vec(functools.partial(Faulty, "exit"), 2, backend="ray", num_workers=1)
     envs.reset(seed=0)

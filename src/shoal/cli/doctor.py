@@ -187,9 +187,8 @@ def _ray() -> Finding:
         address = ray_address()
     except ConfigError as error:
         return Finding("failed", str(error), "until then no run on Ray can start")
-    return Finding(
-        "ok", f"{_version('ray')}, " + (f"cluster at {address}" if address else "started here on use")
-    )
+    where = "started here on use" if address == "local" else f"cluster at {address}"
+    return Finding("ok", f"{_version('ray')}, {where}")
 
 
 def _update() -> Finding:

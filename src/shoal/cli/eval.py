@@ -503,9 +503,8 @@ def _collector(
 ) -> Any:
     """What plays episodes of the plan: programs on the run's hosts with a gateway, envs in this process."""
     from shoal.gateway.programs import sessions_of
-    from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.factory import make_roles, make_set, program_tags
-    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
     from shoal.rollout.tools.toolbox import Toolbox
 
     proxy, kinds, side = run.agent_proxy, plan.envs.custom_envs, plan.envs.es_manager.val

@@ -97,7 +97,7 @@ COMMAND = Command(RolloutOptions, rollout, MORE, MOST_USED)
 
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
-    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager
 
     with Progress("loading the engine", sys.stderr, bar=False):
         config, folder, engine, journal, tools = prepare(config, options, ending)
@@ -229,7 +229,7 @@ def _killing_a_worker(manager: Any) -> Iterator[None]:
 
 def compare_with_sequential(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """Print time, metrics and equality of each; exit code 1 if anything differs."""
-    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager
     from shoal.train.records.compare import compare
 
     config, folder, engine, _, tools = prepare(config, options, ending)

@@ -19,7 +19,7 @@ from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, how_to_go_on, is_run
-from shoal.core.data import Judged, Trajectory
+from shoal.core.data import ENDINGS, Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
@@ -224,9 +224,10 @@ def outcome(trajectory: Trajectory) -> str:
         return "success"
     if trajectory.program_failed:
         return f"the program failed: {trajectory.error}"
-    if trajectory.finish == "context":
-        return "the prompt filled the context"
-    return "failed" if trajectory.terminated else "cut off before it was solved"
+    if trajectory.terminated:
+        return "failed"
+    why = f": {ENDINGS[trajectory.ended]}" if trajectory.ended else ""
+    return f"cut off before it was solved{why}"
 
 
 def print_episode(

@@ -19,12 +19,13 @@ from shoal.cli.output import harmless, json_stream, program
 from shoal.cli.runs import resume_command
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.run_folder import RunFolder, finite, whole_rows
-from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, is_held, reopen
-from shoal.skills.jobs.store import AttemptRow, SkillRow, Store
-from shoal.skills.learning.scheduler import ENDING_SECONDS
+from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
+from shoal.skills.graph.store import AttemptRow, SkillRow, Store
+from shoal.skills.graph.views import condition
+from shoal.skills.scheduler import ENDING_SECONDS
 
 if TYPE_CHECKING:
-    from shoal.skills.learning.scheduler import SkillScheduler
+    from shoal.skills.scheduler import SkillScheduler
 
 DEFAULT = Path("runs/skills")
 
@@ -116,7 +117,7 @@ def table(rows: list[SkillRow], store: Store) -> Any:
     """The skills as a rich table, in the state they are really in."""
     from rich.table import Table
 
-    held = is_held(store.root)
+    held = store.is_held()
     out = Table(box=None, pad_edge=False)
     names = ("skill", "state", "expert", "evaluated success", "frames", "seconds", "launches", "why")
     for column in names:
@@ -172,7 +173,7 @@ def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, fl
 def status(options: StatusOptions, store: Store) -> None:
     """Print the state of every skill."""
     if options.json:
-        from shoal.skills.learning.views import scheduler_state
+        from shoal.skills.graph.views import scheduler_state
 
         print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=json_stream())
         return
@@ -180,7 +181,7 @@ def status(options: StatusOptions, store: Store) -> None:
     for attempt in store.attempts(running=True):
         if handle := attempt.handle if attempt.launcher == "tmux" else None:
             print(f"watch {attempt.skill}: tmux -L {handle['server']} attach -t '={handle['session']}'")
-    if not is_held(options.graph_path) and store.skills("waiting", "running"):
+    if not store.is_held() and store.skills("waiting", "running"):
         print(f"no scheduler runs; go on with: {resume_command(options.graph_path, 'skills train')}")
 
 
@@ -194,7 +195,7 @@ def retry(options: RetryOptions, store: Store) -> None:
         print(f"reopened: {', '.join(opened)}")
     if budget is not None:
         print(f"{store.skill(options.name).name}: may use {budget:,} env steps in all")
-    if opened and not is_held(options.graph_path):
+    if opened and not store.is_held():
         print(f"start it with: {resume_command(options.graph_path, 'skills train')}")
 
 
@@ -208,12 +209,12 @@ def cancel(options: CancelOptions, store: Store) -> None:
                 "does not answer, and cancels it when it does"
             )
         time.sleep(0.05)
-        if is_held(options.graph_path):  # if only by one that has done what it was asked for, and goes
+        if store.is_held():  # if only by one that has done what it was asked for, and goes
             continue
         try:
             _alone(options.graph_path).settle()
         except WorkerError:
-            if not is_held(options.graph_path):
+            if not store.is_held():
                 raise
     if row.status != "skipped":
         raise ConfigError(f"{name!r} was not cancelled: it is {row.status} by now")
@@ -238,7 +239,7 @@ def stop(options: StopOptions, store: Store) -> None:
 
 def _alone(folder: Path) -> SkillScheduler:
     """A scheduler to tidy a folder that has none, whatever its world: it trains nothing."""
-    from shoal.skills.learning.scheduler import SkillScheduler
+    from shoal.skills.scheduler import SkillScheduler
 
     return SkillScheduler(folder)
 
@@ -325,19 +326,15 @@ def history(options: HistoryOptions, store: Store) -> None:
         )
     owner = next((row.name for row in store.skills() if row.expert == expert), "?")
     print(f"expert {expert}, {owner}; frames are env steps it acted in while learning; -> is the head")
-    print("    version  parent      frames  kind     rule         won/episodes at merge  sha256")
+    print("    version  parent      frames  sha256")
     for row in store.versions(expert):
-        success = f"{row.wins}/{row.episodes}" if row.episodes else "-"
         mark = "->" if row.id == head.id else "  "
-        print(
-            f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.kind:<7}  {row.rule or '-':<11}  "
-            f"{success:<21}  {row.sha256[:12]}"
-        )
+        print(f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.sha256[:12]}")
 
 
 def rollback(options: RollbackOptions, store: Store) -> None:
     """Make an older version the head."""
-    from shoal.skills.learning.views import export_views
+    from shoal.skills.graph.views import export_views
 
     expert = _expert(store, options.expert)
     before = store.head(expert)

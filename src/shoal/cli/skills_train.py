@@ -20,20 +20,18 @@ from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import resume_command
 from shoal.cli.skills import DEFAULT, table, training_seconds
-from shoal.core.configuration import from_mapping, read_settings
+from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
-from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.merge import Rule
-from shoal.skills.learning.plan import dependencies, plan_for
-from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler, check_limits
-from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig, default_config
-from shoal.skills.learning.worlds import check_installed, world_features, world_of
+from shoal.skills.plan import dependencies, plan_for
+from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
+from shoal.skills.scheduler import SkillScheduler, check_limits
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.registry import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -68,8 +66,6 @@ class TrainOptions:
     """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
     replay: Path | None = None
     """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
-    merge: Rule = "most-frames"
-    """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
     sbatch: tuple[str, ...] = ()
@@ -78,8 +74,6 @@ class TrainOptions:
     """seconds that one launch of a training may take"""
     gpus_per_skill: float = 0.0
     """share of a GPU each training gets from Ray"""
-    analyse: bool = True
-    """correct requirements, consumption and gain by what really happened"""
     evaluation_worlds: int = 512
     """unseen worlds for the final evaluation; 0: none"""
     film: bool = True
@@ -107,12 +101,15 @@ class TrainOptions:
 
 def _defaults(argv: list[str]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--env-name", "--env_name", default="crafting")
     places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
     early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
     early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(argv)
+    try:
+        known, _ = early.parse_known_args(argv)
+    except argparse.ArgumentError:  # which is told with the others
+        return TrainOptions(said=tuple(argv))
     default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
     path = known.graph_path / "config.yaml"
     if known.resume and path.exists():  # what is not said again is as it was
@@ -168,7 +165,7 @@ def train(options: TrainOptions) -> int:
     else:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
-        _print_graph(proposer)
+        _print_graph(proposer, as_json=options.json)
     if options.launcher in ("local", "tmux"):
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
@@ -179,8 +176,8 @@ def train(options: TrainOptions) -> int:
         options.max_parallel_skills, options.max_retries, options.scheduler_poll_interval, options.time_limit
     )
     launcher = make_launcher(
-        options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
-        folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
+        options.launcher, gpus=options.gpus_per_skill, folder=options.graph_path, sbatch=options.sbatch,
+        every=options.scheduler_poll_interval,
     )  # fmt: skip
     if options.dry_run:
         return 0
@@ -192,8 +189,8 @@ def train(options: TrainOptions) -> int:
         config = replace(config, total_timesteps=options.skill_timesteps_budget)
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
-        world=world, launcher=launcher, merge=options.merge, seed=options.seed, config=config,
-        analyse=options.analyse, on_event=lambda event: run.event(**event), time_limit=options.time_limit,
+        world=world, launcher=launcher, seed=options.seed, config=config,
+        on_event=lambda event: run.event(**event), time_limit=options.time_limit,
         gpu_ids=options.gpu_ids,
     )  # fmt: skip
     scheduler.take()  # before anything of a run that is going on is changed
@@ -206,12 +203,13 @@ def train(options: TrainOptions) -> int:
         if log is not None:
             log.log({f"{name}/{key}": value for key, value in data.items() if isinstance(value, int | float)})
 
+    scheduler.set_callbacks(told, told)
     show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
             if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
-            finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
+            finished = scheduler.run(proposer, options.max_nodes)
         with Progress("evaluating and drawing the chain", sys.stderr):
             metrics = _measure(options, scheduler, began)
     except KeyboardInterrupt:
@@ -308,6 +306,9 @@ def _conclude(
         )
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {harmless(reason)}", file=sys.stderr)
+    if failed := scheduler.store.skills("failed"):
+        again = f"{program()} skills retry {shlex.quote(failed[0].name)} --out {shlex.quote(str(options.graph_path))}"
+        print(f"shoal: give a failed skill another chance with: {again}", file=sys.stderr)
     scheduler.close()
     return 0 if finished else 1
 
@@ -324,14 +325,20 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
     }
 
 
-def _print_graph(proposer: Proposer) -> None:
+def _print_graph(proposer: Proposer, *, as_json: bool) -> None:
     if not isinstance(proposer, KnowledgeBase):
         raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
     known = proposer.skills, proposer.features
-    for skill in proposer.skills:
-        needs = ", ".join(dependencies(skill, *known)) or "nothing"
-        plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, *known))
-        print(f"{skill.name}: needs {needs}; plan {plan}")
+    graph = [
+        (skill.name, dependencies(skill, *known), plan_for(skill.name, *known)) for skill in proposer.skills
+    ]
+    if as_json:
+        rows = [{"skill": name, "needs": needs, "plan": plan} for name, needs, plan in graph]
+        print_json(to_mapping({"skills": rows}))
+        return
+    for name, needs, plan in graph:
+        steps = " -> ".join(f"{step.skill} x{step.count}" for step in plan)
+        print(f"{name}: needs {', '.join(needs) or 'nothing'}; plan {steps}")
 
 
 def _write_config(options: TrainOptions) -> None:
@@ -390,10 +397,10 @@ class _Show:
             over = self._done.wait(min(0.5, HEARTBEAT))
             for event in self.scheduler.store.events(told):
                 told = event["seq"]
-                if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
-                    more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
+                if event["kind"] in ("running", "completed", "failed", "blocked"):
+                    why = harmless(event["detail"].get("reason") or "")
                     print(
-                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {harmless(more)}".rstrip(),
+                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {why}".rstrip(),
                         flush=True,
                     )
                     said = time.monotonic()

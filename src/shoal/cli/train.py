@@ -172,9 +172,10 @@ def train(options: TrainOptions) -> int:
         print(f"\ninterrupted; {how_to_go_on(Path(run_dir))}")  # the last line: all has ended
         return 130
     _say_results(Path(run_dir), config)
+    summary = read_summary(Path(run_dir))
     if options.json:
-        print_json(read_summary(Path(run_dir)))
-    return 0
+        print_json(summary)
+    return 0 if summary["status"] == "completed" else 1
 
 
 COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
@@ -331,13 +332,16 @@ def _say_results(run: Path, config: AgentConfig) -> None:
     """Where everything is, what to do next, and as the last lines what kept the run from learning."""
     summary = read_summary(run)
     metrics, next_step, enough = summary["metrics"], config.next_step, config.trainer.stop_at_success
-    early = metrics["iterations"] < config.trainer.iterations
+    early = ""
+    if "error" in summary:
+        early = " (ended early by trainer.stop_on_collapse)"
+    elif metrics["iterations"] < config.trainer.iterations:
+        early = f" (ended early by trainer.stop_at_success={enough})"
     success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
     lines = [
         "",
         f"held-out success {'unknown' if success is None else f'{success:.2f}'} after "
-        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}"
-        + (f" (ended early by trainer.stop_at_success={enough})" if early else ""),
+        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}{early}",
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",

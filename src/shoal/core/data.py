@@ -16,8 +16,28 @@ from shoal.core.errors import DataError, EnvError, safe_repr
 from shoal.core.files import write_bytes
 
 Status = Literal["ok", "env_error", "engine_error", "timeout", "reward_error"]
+Ending = Literal["env", "turns", "context", "tokens", "calls", "time", "fault"]
+"""Why an episode ended; a fault may be the program's own, which counts."""
+ENDINGS: dict[Ending, str] = {
+    "env": "its environment or program ended it",
+    "turns": "its turns were used up",
+    "context": "the prompt filled the context",
+    "tokens": "its tokens were used up",
+    "calls": "its calls were used up",
+    "time": "it took too long",
+    "fault": "it failed",
+}
 MOST_REWARD = 3.4028235e38
 """Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
+
+
+def ending_of(status: Status) -> Ending | None:
+    """Why an episode ended that was not played to its end; None of others.
+
+    >>> ending_of("timeout"), ending_of("env_error")
+    ('time', 'fault')
+    """
+    return None if status == "ok" else "time" if status == "timeout" else "fault"
 
 
 NO_NUMBER = (str, bytes, np.complexfloating, np.datetime64, np.timedelta64)
@@ -220,7 +240,10 @@ class Trajectory:
     truncated: bool
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"; see `program_failed` too
-    finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
+    ended: Ending | None = None  # why it ended; None where that was not noted
+    last: str | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # what its env showed at its end; of programs no part of the JSON
     judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
     requests: Requests | msgspec.UnsetType = msgspec.UNSET  # of an agent program; left out if it is empty
 

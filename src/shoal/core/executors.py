@@ -14,7 +14,6 @@ import operator
 import os
 import queue
 import socket
-import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -101,8 +100,14 @@ class SerialExecutor(Executor):
 
 
 def available_cpus() -> int:
-    """CPU cores this process may use (its affinity mask, not the machine's count)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores this process may use, by its affinity mask and the quota of the control group that it runs in."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):  # there is none, or "max"
+            quota, period = map(int, " ".join((CGROUP / name).read_text() for name in files).split())
+            if quota > 0:
+                found = max(1, min(found, round(quota / period)))
+    return found
 
 
 def available_memory() -> int:
@@ -180,8 +185,6 @@ class LokyExecutor(Executor):
 
 
 # --- Ray
-RAY_ANSWERS_SECONDS = 10.0
-"""How long a Ray cluster that is named has to take a connection; `ray.init` itself would try for twenty minutes."""
 MOST_RAY_TASKS = 256
 """Tasks that are on Ray at a time where `workers` is not given."""
 
@@ -189,8 +192,8 @@ MOST_RAY_TASKS = 256
 def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
     """The `ray` module, connected; what is started here stays until the program ends or calls `ray.shutdown()`.
 
-    The cluster is the one that is connected, else the one that `RAY_ADDRESS` names, else the one that `ray start` left
-    on this machine, else a local one.
+    The cluster is the one that is connected, else the one that `RAY_ADDRESS` names ("auto": what `ray start` left on
+    this machine), else a local one.
 
     Args:
         num_cpus: of a local one; the machine's if not given.
@@ -198,64 +201,30 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigError: no cluster is where `RAY_ADDRESS` says.
+        ConfigError: nothing answers where `RAY_ADDRESS` says.
     """
     with needs_extra(wanted_by, "parallel"):
         import ray
     if not ray.is_initialized():
         address = ray_address()
-        local = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
-        ray.init(
-            address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            ignore_reinit_error=True,
-            **local,
-        )
+        local = {"num_cpus": num_cpus, "include_dashboard": False} if address == "local" else {}
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local)
     return ray
 
 
-def ray_address() -> str | None:
-    """Where the Ray cluster is that `RAY_ADDRESS` names, or that `ray start` noted on this machine; else None.
-
-    Raises:
-        ConfigError: nothing answers where `RAY_ADDRESS` says.
-    """
-    named = os.environ.get("RAY_ADDRESS") or None
-    if named == "local" or (named and "://" in named):
-        return None if named == "local" else named
-    noted = Path(
-        os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray/ray_current_cluster"
-    )
-    address = named
-    if named in (None, "auto"):
-        address = noted.read_text().strip() if noted.is_file() else None
-    problem = None if address else "no cluster was started on this machine"
-    if address:
-        problem = _no_answer(address, RAY_ANSWERS_SECONDS if named else 0.0)
-    if problem and named:
-        raise ConfigError(
-            f"RAY_ADDRESS is {named!r}, but {problem}: start the cluster (`ray start --head`), name another one, "
-            "or unset RAY_ADDRESS for a local one"
-        )
-    if problem and address:
-        logger.warning("a Ray cluster was started here and is gone (%s): a local one is started", problem)
-    return None if problem else address
-
-
-def _no_answer(address: str, seconds: float) -> str | None:
-    """Why nothing at this address takes a connection within so many seconds; None if something does."""
+def ray_address() -> str:
+    """What `RAY_ADDRESS` names, "local" if nothing; a `ConfigError` where nothing answers at a host and port."""
+    address = os.environ.get("RAY_ADDRESS") or "local"
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + seconds
-    while True:
+    if host and "://" not in address:  # Ray itself would try for minutes
         try:
-            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+            socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
         except (OSError, OverflowError, ValueError) as error:
-            if not isinstance(error, OSError) or time.monotonic() > deadline:
-                return f"nothing answers at {address} ({error})"
-            time.sleep(0.2)
-        else:
-            return None
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, but nothing answers there ({error}): start the cluster "
+                "(`ray start --head`), name another one, or unset RAY_ADDRESS for a local one"
+            ) from error
+    return address
 
 
 class RayExecutor(Executor):

@@ -28,8 +28,8 @@ from shoal.core.errors import ConfigError, WorkerDiedError
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
-PRELOAD = ["numpy", "gymnasium", "shoal.vector.worker_process", "shoal.rollout.hosts.processes"]
-"""Modules that the fork server imports once, so that its workers need not."""
+PRELOAD = ["numpy", "gymnasium"]
+"""Modules that the fork server imports once, so that its workers need not; a room adds those that its workers run."""
 _STARTING = threading.RLock()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.core.data import Requests
 from shoal.core.ports import listening
 from shoal.gateway.server import Gateway, make_app
-from shoal.gateway.sessions import Recorded, Session
+from shoal.gateway.sessions import Budget, Recorded, Session
 from shoal.rollout.programs import Exchanged
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
@@ -90,7 +90,7 @@ class OpenSession:
         """Those that were not answered as the program asked; None if there are none."""
         return self._session.requests
 
-    def spent(self, *, parallel: bool) -> str | None:
+    def spent(self, *, parallel: bool) -> Budget | None:
         """The budget that ended it, "calls" or "context"; None if none did.
 
         Args:

@@ -27,7 +27,7 @@ from shoal.integrations.rows import (
 from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.hosts.episodes import EnvFailedError, close_env, in_env
 from shoal.rollout.plan import Assignment, place_of
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.settings import Backend
 from shoal.samplers.sampler import Sampler, Sampling
 

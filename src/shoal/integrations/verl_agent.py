@@ -128,7 +128,7 @@ class ShoalAgentLoop(AgentLoopBase):
                 prompt = prompt or len(request.prompt_ids)
                 room = self._limit - (len(request.prompt_ids) - prompt)
                 if room < 1:
-                    break  # what verl keeps of a response is full
+                    return episode.trajectory(ended="tokens")  # what verl keeps of a response is full
                 completion = await self._ask(name, request, room, sampling_params, metrics)
                 for action in episode.respond(completion):
                     if await own.do(f"step({action!r})", partial(step_env, episode, action=action)):

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from shoal.core.data import (
     MOST_REWARD,
     Call,
+    Ending,
     Status,
     ToolUse,
     Trajectory,
     Turn,
     check_flags,
+    ending_of,
     info_of,
     reward_of,
 )
@@ -100,7 +103,8 @@ class Episode:
         self._chat: list[Message] = []
         self._images: tuple[str, ...] = ()
         self._paid = 0.0
-        self._success = self._terminated = self._truncated = self._full = False
+        self._success = self._terminated = self._truncated = False
+        self._ended: Ending = "env"
 
     def begin(self, observation: Any, info: Any) -> None:
         """Record the reset of the env.
@@ -151,13 +155,14 @@ class Episode:
         """Record the engine's response; returns the env actions of this turn, to be stepped one by one.
 
         There are none where the prompt has filled the context: the episode is truncated, without another turn, and
-        its `finish` is "context".
+        `ended` is "context".
 
         Raises:
             EngineError: the tokenizer cannot decode the answer.
         """
         if completion.finish == "context":
-            self._truncated = self.over = self._full = True
+            self._truncated = self.over = True
+            self._ended = "context"
             self._projected = Projected((), False)
             return []
         self._completion = completion
@@ -253,15 +258,18 @@ class Episode:
         self._chat.append({"role": "assistant", "content": self._response})
         self._before = (self._prompt, completion.token_ids)
         if used and self._prompter.tools is not None:
-            self._truncated = len(self._turns) - len(self._past) >= self._prompter.tools.max_turns
+            cut = len(self._turns) - len(self._past) >= self._prompter.tools.max_turns
         else:
             self._past.append(PastTurn(self._text_before, self._response, words, self._reward))
-            if not (self._terminated or self._truncated) and len(self._past) >= self.role.max_turns:
-                self._truncated = True
+            cut = not (self._terminated or self._truncated) and len(self._past) >= self.role.max_turns
+        if cut:
+            self._truncated, self._ended = True, "turns"
         self.over = self._terminated or self._truncated
 
-    def trajectory(self, status: Status = "ok", error: str | None = None) -> Trajectory:
-        """The record so far; a `status` other than "ok" says why it ends here."""
+    def trajectory(
+        self, status: Status = "ok", error: str | None = None, ended: Ending | None = None
+    ) -> Trajectory:
+        """The record so far; a `status` other than "ok" says why it ends here, or `ended`."""
         place = self.place
         return Trajectory(
             env=self.role.tag,
@@ -276,7 +284,8 @@ class Episode:
             truncated=self._truncated,
             status=status,
             error=None if error is None else whole_characters(error),
-            finish="context" if self._full else None,
+            ended=ending_of(status) or ended or (self._ended if self.over else None),
+            last=self._text if self.over and self._turns else msgspec.UNSET,
         )
 
     def _check_append(self, messages: Sequence[Message]) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ShoalError, WorkerDiedError, with_frames
-from shoal.core.workers import WorkerProcess, describe_exit
+from shoal.core.workers import WorkerProcess
+from shoal.rollout.hosts.processes import Pipe, ended_how
 
 PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""
@@ -88,31 +89,30 @@ class FunctionProcesses:
 
 
 async def _answer_of(process: WorkerProcess, given: Any) -> Any:
-    pipe, loop = process.pipe, asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
-    number = pipe.fileno()
-    loop.add_reader(number, _set, arrived)
+    arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def hear(data: bytes) -> None:
+        if not arrived.done():
+            arrived.set_result(data)
+
+    def ended() -> None:
+        if not arrived.done():
+            how = ended_how(process)
+            arrived.set_exception(FunctionFailedError(f"the process of the function {how}"))
+
+    pipe = Pipe(hear, ended)
+    await pipe.open(process.pipe)
     try:
-        pipe.send_bytes(json.dumps(given).encode())
-        await arrived
-        answer = json.loads(pipe.recv_bytes())
-    except (EOFError, OSError, ValueError):
-        process.wait(1.0)
-        how = describe_exit(process.exit_code)
-        raise FunctionFailedError(f"the process of the function {how}") from None
+        pipe.send(json.dumps(given).encode())
+        answer = json.loads(await arrived)
     finally:
-        loop.remove_reader(number)
+        pipe.close()
     if isinstance(answer, dict):
         ((how, text),) = answer.items()
         raise FunctionFailedError(text, how)
     if isinstance(answer, str):
         raise FunctionFailedError(answer)
     return answer
-
-
-def _set(arrived: asyncio.Future[None]) -> None:
-    if not arrived.done():
-        arrived.set_result(None)
 
 
 def serve_function(pipe: Any, name: str, folder: str | None) -> None:

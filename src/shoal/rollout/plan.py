@@ -73,4 +73,7 @@ def _mixed(tags: tuple[str, ...]) -> tuple[int, ...]:
 def place_of(seed: int, iteration: int, group: int, member: int) -> EpisodeId:
     """Where an episode stands in the run; the members of a group share their env seed."""
     env_seed = derive_seed(seed, "env", iteration, group)  # which refuses what is no whole number
+    for number in (seed, iteration):
+        if not -(2**63) <= number < 2**64:
+            raise ValueError(f"a seed or iteration must be in [-2**63, 2**64) to reach workers, got {number}")
     return EpisodeId(int(seed), int(iteration), group, member, env_seed)  # NumPy's cannot be recorded

@@ -20,15 +20,16 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from shoal.core.data import Call, Requests, Status, Trajectory, Turn
-from shoal.core.errors import EngineError, EnvError, whole_characters
+from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn, ending_of
+from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
+from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import Host, LocalHosts
@@ -59,7 +60,7 @@ class ProgramSession(Protocol):
     def requests(self) -> Requests | None:
         """Those that were not answered as the program asked; None if there are none."""
 
-    def spent(self, *, parallel: bool) -> str | None:
+    def spent(self, *, parallel: bool) -> Literal["calls", "context"] | None:
         """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
 
         Args:
@@ -97,6 +98,27 @@ class Sessions(Protocol):
         """End all sessions."""
 
 
+def programs_of(
+    kinds: Mapping[str, EnvTag], tags: Sequence[str], side: str, *, with_tools: bool
+) -> dict[str, ProgramEnv]:
+    """The programs that these tags name.
+
+    Raises:
+        ConfigError: programs are mixed with envs or tools.
+    """
+    programs = program_tags(kinds, tags)
+    if programs and len(programs) < len(set(tags)):
+        raise ConfigError(
+            f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
+            f"plays either programs or envs"
+        )
+    if programs and with_tools:
+        raise ConfigError(
+            f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
+        )
+    return {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
+
+
 class ProgramHosts(LocalHosts):
     """Hosts of programs, all in the loop of the driver.
 
@@ -120,10 +142,6 @@ class ProgramHosts(LocalHosts):
         finally:
             await self._sessions.close()
 
-    def pids(self) -> list[int]:
-        """The processes of functions that were started."""
-        return [pid for host in self._hosts.values() for pid in host.pids()]  # type: ignore[attr-defined]
-
 
 class ProgramFailedError(EnvError):
     """A program that came to no result; `status` is that of its episode where it does not count."""
@@ -143,19 +161,20 @@ class Result:
 
 
 class End(NamedTuple):
-    """How an episode of a program ends."""
+    """How an episode of a program ends; `ended` says why, where its status does not."""
 
     status: Status
     why: str | None = None
     result: Result = Result(0.0)
     truncated: bool = False
+    ended: Ending = "env"
 
 
 def ended(
     came: Result | ProgramFailedError,
     *,
     answered: bool,
-    budget: str | None,
+    budget: Literal["calls", "context"] | None,
     refused: Requests | None,
     on_error: float,
 ) -> End:
@@ -170,11 +189,12 @@ def ended(
     """
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
-        return End("ok", None, came if answered and isinstance(came, Result) else Result(0.0), truncated=True)
+        result = came if answered and isinstance(came, Result) else Result(0.0)
+        return End("ok", None, result, truncated=True, ended=budget)
     if answered and isinstance(came, Result):
         return End("ok", None, came)
     if answered and failed is not None and failed.how == "raised":
-        return End("ok", str(failed), Result(on_error))
+        return End("ok", str(failed), Result(on_error), ended="fault")
     reasons = refused.refused if refused is not None else ()
     why = str(failed) if failed is not None else "the program ended without asking the model"
     if reasons and failed is None:
@@ -194,6 +214,7 @@ class ProgramHost(Host):
     """
 
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
+        super().__init__()
         self._programs, self._sessions, self._retries = programs, sessions, retries
         self._tasks: set[asyncio.Task[Event]] = set()
         self._processes: dict[str, FunctionProcesses] = {}  # by tag
@@ -249,7 +270,7 @@ class ProgramHost(Host):
             assignment.tag, place.iteration, place.group, place.member, place.env_seed,
             tuple(one.call for one in exchanged), tuple(turns), success=end.result.success,
             terminated=end.status == "ok" and not end.truncated, truncated=end.truncated,
-            status=end.status, error=end.why, finish="context" if end.truncated and budget == "context" else None,
+            status=end.status, error=end.why, ended=ending_of(end.status) or end.ended,
             requests=msgspec.UNSET if requests is None else requests,
         )  # fmt: skip
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal
 
 from shoal.core.configuration import check_settings, plain_values
 from shoal.core.errors import ConfigError
-from shoal.rollout.factory import EnvironmentConfig, part_of
+from shoal.core.executors import available_memory
+from shoal.rollout.factory import EnvironmentConfig, VectorConfig, part_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.tools.chat import MAX_TURNS
@@ -17,6 +18,8 @@ from shoal.rollout.tools.toolbox import ToolConfig
 from shoal.samplers.asking import Schedule
 from shoal.samplers.sampler import Sampling
 
+MOST_AT_ONCE, ENV_MEMORY = 64, 64 << 20
+"""Episodes of one host at once, at most, and free memory in bytes that each needs, where nothing else is said."""
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
 """Where episodes are played: the caller's thread, threads, processes, tasks of joblib, or Ray actors."""
 
@@ -31,7 +34,9 @@ class ParallelConfig:
     """When an engine that works in batches runs: "adaptive", whenever it is free and something waits, or "barrier",
     when all episodes at play have asked (lockstep)."""
     episodes_at_once: int | None = None
-    """Of one host; its whole share if not given."""
+    """Episodes that one host plays at once: so many live envs and threads (of each kind of env that is played). If not
+    given, at most 64, and fewer where the hosts together would have less than 64 MiB of free memory for each; so 128
+    on two cores. More may be faster where the model answers slowly and many requests at a time."""
     max_batch: int = 4096
     """Requests that the engine gets at once, at most."""
     step_timeout: float | None = None
@@ -56,14 +61,21 @@ class ParallelConfig:
     """Of each Ray actor: `num_cpus` (0 if not given: `parallel_n_jobs` alone says how many), `resources`, …"""
     keep_envs: bool = False
     """Keep envs for the next rollout instead of making new ones, until the manager is closed (not with joblib)."""
-    reset_ahead: bool = True
-    """Reset the envs of the next iteration, and write their first prompts, while the update runs (with threads,
-    processes and ray). False for envs whose reset reads what the update does, or that must not wait after it."""
 
     def __post_init__(self) -> None:
         limits = ("step_timeout", "make_timeout", "episode_timeout", "engine_timeout")
         retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
         check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
+
+    def within(self, vector: VectorConfig, backend: str, n_hosts: int) -> ParallelConfig:
+        """These settings, with limits for what has none: of time as the envs have them, of episodes by the memory."""
+        at_once, step, make = self.episodes_at_once, self.step_timeout, self.make_timeout
+        if at_once is None:
+            room = available_memory() // (ENV_MEMORY * n_hosts) if backend != "ray" else MOST_AT_ONCE
+            at_once = max(1, min(MOST_AT_ONCE, room))
+        if step is None and make is None:
+            step, make = vector.limit, vector.make_timeout
+        return replace(self, episodes_at_once=at_once, step_timeout=step, make_timeout=make)
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
-    from shoal.skills.jobs.store import Store as Store
+    from shoal.skills.graph.store import Store as Store
     from shoal.skills.learning.episodes import play_episodes as play_episodes
     from shoal.skills.learning.merge import process_completed_training as process_completed_training
     from shoal.skills.learning.network import build_remapping as build_remapping
-    from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
-    from shoal.skills.learning.spec import Features as Features
-    from shoal.skills.learning.spec import Skill as Skill
-    from shoal.skills.learning.spec import load_skills as load_skills
     from shoal.skills.learning.trainer import TrainingConfig as TrainingConfig
     from shoal.skills.learning.training import finish_training as finish_training
     from shoal.skills.learning.training import prepare_training_run as prepare_training_run
+    from shoal.skills.scheduler import SkillScheduler as SkillScheduler
+    from shoal.skills.spec import Features as Features
+    from shoal.skills.spec import Skill as Skill
+    from shoal.skills.spec import load_skills as load_skills
 
 _HOME = {
-    "jobs.store": "Store",
-    "learning.spec": "Features Skill load_skills",
+    "graph.store": "Store",
+    "spec": "Features Skill load_skills",
     "learning.network": "build_remapping",
     "learning.trainer": "TrainingConfig",
     "learning.training": "prepare_training_run finish_training",
     "learning.merge": "process_completed_training",
-    "learning.scheduler": "SkillScheduler",
+    "scheduler": "SkillScheduler",
     "learning.episodes": "play_episodes",
 }
 _HOMES = {name: home for home, names in _HOME.items() for name in names.split()}

@@ -31,7 +31,7 @@ from shoal.samplers.sampler import (
     Sampling,
     capabilities_of,
 )
-from shoal.skills.learning.spec import Features
+from shoal.skills.spec import Features
 
 
 # --- vector envs

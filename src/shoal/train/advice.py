@@ -21,12 +21,10 @@ IN_A_ROW = 3
 """Iterations after which it is no chance that nothing is learned, and over which a rate of success is a mean."""
 FALL = 0.3
 """A rate of success that is so much below its best has collapsed."""
-EVALUATIONS = 2
-"""Of which held-out success is a mean: a single greedy one swings by itself."""
 FEW = 16
 """Held-out episodes that are too few to see a collapse in."""
-STILL = 5
-"""Held-out evaluations of one and the same success, after which it is no chance that it does not change."""
+STILL = 10
+"""Iterations without signal after which a policy that is sure of its answers has collapsed for good."""
 
 
 class Advice(NamedTuple):
@@ -50,22 +48,33 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of a run beside its metrics."""
+class Run:
+    """What is known of a run."""
 
+    rows: Rows
     config: Mapping[str, Any] = field(default_factory=dict)
     rejected: Rejected | None = None
-    run: str = "RUN"  # how commands name its folder
+    name: str = "RUN"  # how commands name its folder
 
-    def setting(self, name: str) -> Any:
+    def setting(self, path: str) -> Any:
         """The value of a dotted name in the config; None where it is not known."""
         value: Any = self.config
-        for part in name.split("."):
+        for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def values(self, metric: str) -> list[float]:
+        """The numbers of one metric, those of all rows that have it."""
+        found = [row.get(metric) for row in self.rows]
+        return [float(v) for v in found if is_number(v)]  # type: ignore[arg-type]
 
-Rule = Callable[[Rows, Known], Iterator[Advice]]
+    def recent(self, metric: str, at_least: int = 1) -> float | None:
+        """The mean of the last values, None if there are too few to judge."""
+        values = self.values(metric)
+        return mean(values[-RECENT:]) if len(values) >= at_least else None
+
+
+Rule = Callable[[Run], Iterator[Advice]]
 
 
 def advise(
@@ -82,38 +91,34 @@ def advise(
         rejected: a recent answer without a valid action, to show.
         run: the run folder as commands name it.
     """
-    known = Known(config or {}, rejected, run)
-    found: dict[str, Advice] = {}
-    for rule in _RULES:
-        for advice in rule(rows, known):
+    known, found = Run(rows, config or {}, rejected, run), dict[str, Advice]()
+    for rule in RULES:
+        for advice in rule(known):
             found.setdefault(advice.title, advice)
     return sorted(found.values(), key=lambda advice: ("bad", "warn", "note").index(advice.level))
 
 
-def _values(rows: Rows, name: str) -> list[float]:
-    found = [row.get(name) for row in rows]
-    return [float(v) for v in found if is_number(v)]  # type: ignore[arg-type]
+def has_collapsed(rows: Rows, config: Mapping[str, Any] | None = None) -> bool:
+    """Whether the policy is sure of its answers, they do not solve the task, and nothing is left to learn from.
+
+    In the last `STILL` iterations, on average: entropy below a tenth of that at the start, hardly a group with
+    different rewards, and success below one half, held out too. False for estimators that do not compare within groups,
+    and where no episode has ever succeeded: nothing says then that the env reports success.
+    """
+    played = [row for row in rows if is_number(row.get("groups_with_signal"))][-STILL:]
+    run, last = Run(rows, config or {}), Run(played)
+    entropy, success = run.values("entropy"), run.values("success") + run.values("heldout_success")
+    if len(played) < STILL or not entropy or not any(success) or not _compares_within_groups(run):
+        return False
+    now = last.values("entropy") or entropy[-1:]  # groups that are filtered out have none
+    solved = mean(last.values("success") or [1.0]), *last.values("heldout_success")
+    sure, signal = mean(now) < 0.1 * entropy[0], mean(last.values("groups_with_signal"))
+    return sure and signal < 0.05 and max(solved) < 0.5
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values[-RECENT:]) / len(values[-RECENT:])
-
-
-def _recent(rows: Rows, name: str, at_least: int = 1) -> float | None:
-    """The mean of the last values, None if there are too few to judge."""
-    values = _values(rows, name)
-    return _mean(values) if len(values) >= at_least else None
-
-
-def _all_zero(rows: Rows, name: str) -> bool:
-    """Whether the last values, enough to judge by, are all 0."""
-    last = _values(rows, name)[-IN_A_ROW:]
-    return len(last) == IN_A_ROW and not any(last)
-
-
-def _diverged(rows: Rows, known: Known) -> Iterator[Advice]:
+def _diverged(run: Run) -> Iterator[Advice]:
     for name in ("loss", "policy_loss", "grad_norm", "value_loss"):
-        if any(name in row and row[name] is None for row in rows[-RECENT:]):
+        if any(name in row and row[name] is None for row in run.rows[-RECENT:]):
             text = (
                 f"{name} is not a finite number in the last rows. Go back to a checkpoint with a lower learning "
                 "rate, or a lower limit on the gradient's norm."
@@ -122,30 +127,25 @@ def _diverged(rows: Rows, known: Known) -> Iterator[Advice]:
             return
 
 
-def _nothing_learned(rows: Rows, known: Known) -> Iterator[Advice]:
+def _nothing_learned(run: Run) -> Iterator[Advice]:
     """Why nothing is learned: the first cause that holds, since the others follow from it."""
-    for cause in (
-        _blind, _no_valid_answer, _all_cut_off, _fell_silent, _no_signal, _no_gradient, _never_solved, _flat,
-    ):  # fmt: skip
-        for advice in cause(rows, known):
+    for cause in (_blind, _invalid, _cut_off, _fell_silent, _equal_groups, _never_solved, _flat):
+        for advice in cause(run):
             yield advice
             return
 
 
-def _prompts(known: Known) -> str:
+# --- prompts and answers
+def _prompts(run: Run) -> str:
     """All that the templates of prompts say, those of single kinds of env among them."""
-    kinds = known.setting("custom_envs")
+    kinds = run.setting("custom_envs")
     own = [kind.get("prompt") for kind in kinds.values() if kind] if isinstance(kinds, Mapping) else []
-    templates = [
-        prompt for prompt in (known.setting("agent_proxy.prompt"), *own) if isinstance(prompt, Mapping)
-    ]
-    return "\n".join(
-        str(prompt.get(part, "")) for prompt in templates for part in ("system", "first", "later")
-    )
+    templates = [p for p in (run.setting("agent_proxy.prompt"), *own) if isinstance(p, Mapping)]
+    return "\n".join(str(p.get(part, "")) for p in templates for part in ("system", "first", "later"))
 
 
-def _blind(rows: Rows, known: Known) -> Iterator[Advice]:
-    said, success = _prompts(known), _recent(rows, "success", RECENT)
+def _blind(run: Run) -> Iterator[Advice]:
+    said, success = _prompts(run), run.recent("success", RECENT)
     if said.strip() and "{observation}" not in said and success is not None and success < 0.5:
         text = (
             "agent_proxy.prompt.first and .later hold no {observation}, so every state looks the same to the model: "
@@ -154,65 +154,64 @@ def _blind(rows: Rows, known: Known) -> Iterator[Advice]:
         yield Advice("bad", "success", "The prompt does not show the observation", text)
 
 
-def _no_valid_answer(rows: Rows, known: Known) -> Iterator[Advice]:
-    values = _values(rows, "valid_actions")
-    if not values or (
-        len(values) == 1 and values[0] > 0
-    ):  # one row may be bad luck, unless there is none at all
+def _invalid(run: Run) -> Iterator[Advice]:
+    values = run.values("valid_actions")
+    if not values or (len(values) == 1 and values[0] > 0):  # one row may be bad luck, unless none is valid
         return
-    valid = sum(values[-IN_A_ROW:]) / len(values[-IN_A_ROW:])
-    if valid >= 0.2:
+    valid, at_limit = mean(values[-IN_A_ROW:]), _at_limit(run)
+    if valid >= (0.9 if at_limit else 0.5):
         return
     said = f"{valid:.0%} of the answers held a valid action."
-    if known.rejected is not None:
-        said += f" The model wrote {_shortened(known.rejected.answer)}; {_allowed(known.rejected.words)}."
-    if max(values) > 0.5:
+    if run.rejected is not None:
+        said += f" The model wrote {_shortened(run.rejected.answer)}; {_allowed(run.rejected.words)}."
+    if max(values) > 0.5 and not at_limit:
         remedy = (
             f"It was {max(values):.0%} before: the policy has moved too far. Lower algorithm.learning_rate, or set "
             "agent_proxy.format_penalty or algorithm.kl.coef."
         )
     else:
-        remedy = " ".join(_remedies(rows, known)) or (
+        remedy = " ".join(_remedies(run)) or (
             "Show an answer in the prompt, or raise agent_proxy.format_penalty or warmup.steps."
         )
-    yield Advice("bad", "valid_actions", "Hardly any answer is a valid action", f"{said} {remedy}")
+    title, level = (
+        ("Hardly any answer is a valid action", "bad") if valid < 0.2 else ("Few valid actions", "warn")
+    )
+    yield Advice(level, "valid_actions", title, f"{said} {remedy}")  # type: ignore[arg-type]
 
 
-def _remedies(rows: Rows, known: Known) -> Iterator[str]:
+def _remedies(run: Run) -> Iterator[str]:
     """What may keep a model from valid answers, the likeliest first."""
-    said, free = _prompts(known), known.rejected is not None and not known.rejected.words
-    steps = known.setting("warmup.steps")
-    if known.setting("engine.name") == "tiny":
+    said, free = _prompts(run), run.rejected is not None and not run.rejected.words
+    steps = run.setting("warmup.steps")
+    if run.setting("engine.name") == "tiny":
         yield f"The tiny model learns the form of an answer in the warm-up alone: raise warmup.steps, which is {steps}."
     else:
         if said.strip() and "{actions}" not in said and not free:
             yield "The prompt does not name the actions: put {actions} into agent_proxy.prompt.first and .later."
         if steps == 0:
             yield "There was no warm-up on valid answers: set warmup.steps=20."
-    if at_limit := _at_limit(rows, known):
-        yield at_limit
+    yield from filter(None, [_at_limit(run)])
 
 
-def _at_limit(rows: Rows, known: Known) -> str:
+def _at_limit(run: Run) -> str:
     """What to do about answers that end at the limit of tokens; empty where they do not."""
-    limit = known.setting("agent_proxy.max_tokens")
-    tokens, turns = _recent(rows, "response_tokens"), _recent(rows, "turns")
+    limit, closing = run.setting("agent_proxy.max_tokens"), run.setting("agent_proxy.prompt.closing")
+    tokens, turns = run.recent("response_tokens"), run.recent("turns")
     if not isinstance(limit, int) or not tokens or not turns or tokens / turns <= 0.9 * limit:
         return ""
-    if known.rejected is not None and known.rejected.finish != "length":
+    if run.rejected is not None and run.rejected.finish != "length":
         return ""
-    said = f"Answers have {tokens / turns:.3g} tokens on average, and the limit is {limit}:"
-    closing = known.setting("agent_proxy.prompt.closing")
-    if known.setting("engine.name") == "tiny" and not closing:
+    if run.setting("engine.name") == "tiny" and not closing:
         return ""  # the limit is as long as one answer, and what knows no form of answers fills it
     if limit == 1 and closing:
         return ""  # which leaves room for one action and no more
+    remedy = "raise agent_proxy.max_tokens."
     if closing:
-        return (
-            f"{said} agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before "
-            "it. Lower agent_proxy.max_tokens to the tokens of one action, or use another closing."
+        remedy = (
+            "agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before it. "
+            "Lower agent_proxy.max_tokens to the tokens of one action, or use another closing."
         )
-    return f"{said} raise agent_proxy.max_tokens."
+    return f"Answers have {tokens / turns:.3g} tokens on average, and the limit is {limit}: {remedy}"
 
 
 def _shortened(answer: str) -> str:
@@ -227,105 +226,129 @@ def _allowed(words: Sequence[str]) -> str:
     return f"allowed: {', '.join(words[:12])}{more}"
 
 
-def _teaches_form(row: Mapping[str, Any]) -> bool:
-    """Whether groups that differ by the format penalty alone were learned from, which a filter of groups prevents."""
-    return bool(row.get("groups_shaping_only")) and row.get("groups_trained") != 0
-
-
-def _compares_within_groups(rows: Rows, known: Known) -> bool:
+# --- groups, entropy, success
+def _compares_within_groups(run: Run) -> bool:
     """Whether groups of equal reward teach nothing; not of an estimator that is not known here."""
-    if known.setting("agent_proxy.reward_normalization.grouping") not in (None, "state"):
+    if run.setting("agent_proxy.reward_normalization.grouping") not in (None, "state"):
         return False
-    name = known.setting("algorithm.adv_estimator") or "grpo"
-    return name in ESTIMATORS and ESTIMATORS[name].grouped and not _values(rows, "value_loss")
+    name = run.setting("algorithm.adv_estimator") or "grpo"
+    return name in ESTIMATORS and ESTIMATORS[name].grouped and not run.values("value_loss")
 
 
-def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
-    signal = _recent(rows, "groups_with_signal", 2)
-    if signal is None:
+def _equal_groups(run: Run) -> Iterator[Advice]:
+    played = [row for row in run.rows if is_number(row.get("groups_with_signal"))]
+    if len(played) < 2 or not _compares_within_groups(run):
         return
-    solved = _recent(rows, "groups_all_solved", 2) or 0.0
-    unsolved = _recent(rows, "groups_none_solved", 2) or 0.0
-    if signal < 0.2 and solved > 0.7:
-        text = (
-            f"{solved:.0%} of the groups are solved by all of their members, so nothing is left to learn from. Stop "
-            "here, or make the task harder."
-        )
-        yield Advice("note", "groups_all_solved", "The task is solved", text)
-        return
-    if not _compares_within_groups(rows, known):
-        return
-    size = known.setting("es_manager.train.group_size")
-    remedy = (
-        f"Use larger groups (es_manager.train.group_size{f' is {size}' if size else ''}), a higher "
-        "agent_proxy.temperature, an easier task to begin with, or a reward for partial success."
-    )
-    played = [row for row in rows if is_number(row.get("groups_with_signal"))]
-    idle = [row for row in played if not row["groups_with_signal"] and not _teaches_form(row)]
+    solved, unsolved = run.recent("groups_all_solved") or 0.0, run.recent("groups_none_solved") or 0.0
+    if solved > 0.7:
+        return  # nothing is left to learn
+    # groups that differ by the format alone teach the format, where no filter leaves them out
+    idle = [
+        row for row in played
+        if not row["groups_with_signal"] and not (row.get("groups_shaping_only") and row.get("groups_trained") != 0)
+    ]  # fmt: skip
     now = played[-IN_A_ROW:] == idle[-IN_A_ROW:] and len(idle) >= IN_A_ROW
-    mostly = (
-        len(played) >= 2 * RECENT and 2 * len(idle) > len(played) and (_recent(rows, "success") or 0.0) < 0.5
-    )
+    failing = (run.recent("success") or 0.0) < 0.5
+    if not now and not (len(played) >= 2 * RECENT and 2 * len(idle) > len(played) and failing):
+        return
+    size = run.setting("es_manager.train.group_size")
     why = "no member solved the task" if unsolved >= solved else "all members solved it"
-    if now or mostly:
-        text = (
-            f"In {len(idle)} of {len(played)} iterations all members of each group got the same reward, so nothing was "
-            f"learned of the task; of late in {max(solved, unsolved):.0%} of the groups {why}. {remedy}"
-        )
-        yield Advice("bad", "groups_with_signal", "Groups have equal rewards", text)
-    elif signal < 0.2:
-        text = (
-            f"Only {signal:.0%} of the groups have members with different rewards, and the others teach nothing; in "
-            f"{max(solved, unsolved):.0%} of all groups {why}. {remedy}"
-        )
-        yield Advice("warn", "groups_with_signal", "Few groups have different rewards", text)
+    text = (
+        f"In {len(idle)} of {len(played)} iterations all members of each group got the same reward, so nothing was "
+        f"learned of the task; of late in {max(solved, unsolved):.0%} of the groups {why}. Use larger groups "
+        f"(es_manager.train.group_size{f' is {size}' if size else ''}), a higher agent_proxy.temperature, an easier "
+        "task to begin with, or a reward for partial success."
+    )
+    yield Advice("bad", "groups_with_signal", "Groups have equal rewards", text)
 
 
-def _all_cut_off(rows: Rows, known: Known) -> Iterator[Advice]:
+def _fell_silent(run: Run) -> Iterator[Advice]:
+    """A collapse of the entropy, where groups differed before it: that of the rewards follows from it."""
+    signal = run.values("groups_with_signal")[:RECENT]
+    if signal and mean(signal) >= 0.2:
+        yield from _entropy(run)
+
+
+def _entropy(run: Run) -> Iterator[Advice]:
+    """The policy is sure of what it does, and that is not what solves the task."""
+    values, success = run.values("entropy"), run.recent("success")
+    if len(values) < 2 or values[0] <= 0 or (success is not None and success >= 0.9):
+        return
+    first, now = values[0], mean(values[-RECENT:])
+    rate = "" if success is None else f" while success is {success:.0%}"
+    gone = len(values) >= IN_A_ROW and now < 0.1 * first
+    if gone or (len(values) >= 2 * RECENT and now < first / 3 and not _gained(run)):
+        text = (
+            f"It fell from {first:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new."
+        )
+        yield Advice("bad", "entropy", "Entropy has collapsed", f"{text} {_against_collapse(run)}")
+    elif (step := _halved(run)) and values[-1] <= first / 2:
+        before, after, iteration = step
+        text = (
+            f"The update of iteration {iteration} took it from {before:.3g} to {after:.3g} nats a token{rate}: that "
+            "step was too large, and a few more leave one answer for every state."
+        )
+        yield Advice("bad", "entropy", "One update halved the entropy", f"{text} {_against_collapse(run)}")
+
+
+def _halved(run: Run) -> tuple[float, float, Any] | None:
+    """The first update that halved the entropy of the beginning and did not raise success: before, after, iteration."""
+    rows = [row for row in run.rows if is_number(row.get("entropy")) and is_number(row.get("success"))]
+    for one, then in itertools.pairwise(rows):
+        before, after = one["entropy"], then["entropy"]
+        if (
+            before >= rows[0]["entropy"] / 2
+            and before >= 2 * after
+            and then["success"] < one["success"] + 0.1
+        ):
+            return before, after, one.get("iteration")
+    return None
+
+
+def _gained(run: Run) -> bool:
+    """Whether success or reward is higher in the last rows than in the first, be it by chance."""
+    both = [values for name in ("success", "reward") if (values := run.values(name))]
+    return any(mean(values[-RECENT:]) > mean(values[:RECENT]) for values in both)
+
+
+def _against_collapse(run: Run) -> str:
+    """What can act here, in the order in which it was seen to help."""
+    if run.values("n_minibatches"):  # PPO
+        return "Lower the learning rate, or raise entropy_coef."
+    rate, held = run.setting("algorithm.learning_rate"), run.setting("algorithm.kl.coef")
+    advice = "Lower algorithm.learning_rate to a third" + ("" if rate is None else f" (it is {rate:.2g})")
+    advice += ", raise algorithm.entropy_coef"
+    if run.setting("engine.name") not in (None, "tiny"):  # a fresh model has nothing to hold on to
+        advice += ", hold the policy with a higher algorithm.kl.coef" + (
+            "" if held is None else f" (it is {held:.2g})"
+        )
+    if (run.recent("gradient_steps") or 0) > 1:
+        advice += ", raise algorithm.clip_ratio_high"
+    return f"{advice}, or play more groups an update."
+
+
+def _cut_off(run: Run) -> Iterator[Advice]:
     """All episodes end at the limit of turns, and none ever succeeded: success may lie behind it."""
-    cut, success = _values(rows, "truncated"), _values(rows, "success")
-    solved = any(success) or any(_values(rows, "heldout_success"))
+    cut, success, limit = run.values("truncated"), run.values("success"), run.setting("agent_proxy.max_turn")
+    solved = any(success) or any(run.values("heldout_success"))
     if len(success) < RECENT or solved or not cut or min(cut[-RECENT:]) < 1:
         return
-    limit, turns = known.setting("agent_proxy.max_turn"), _recent(rows, "turns")
-    ends = isinstance(limit, int) and turns is not None and turns >= limit
-    remedy = (
-        f"If the task takes more turns than agent_proxy.max_turn={limit}, raise that."
-        if ends
-        else "If the task takes more, raise the limit: max_steps of the env, max_actions_per_traj of custom_envs or "
-        "agent_proxy.max_turn, whichever is smallest."
-    )
-    text = (
-        f"All episodes of the last {RECENT} iterations end at a limit of turns, and none has succeeded in any "
-        f"iteration. {remedy} Otherwise pay something for progress."
-    )
+    if isinstance(limit, int) and (run.recent("turns") or 0) >= limit:
+        remedy = f"If the task takes more turns than agent_proxy.max_turn={limit}, raise that."
+    else:
+        remedy = (
+            "If the task takes more, raise the limit: max_steps of the env, max_actions_per_traj of custom_envs or "
+            "agent_proxy.max_turn, whichever is smallest."
+        )
+    text = f"All of late end at a limit of turns, and none has ever succeeded. {remedy} Otherwise pay for progress."
     yield Advice("bad", "truncated", "Every episode is cut off", text)
 
 
-def _mostly_cut_off(rows: Rows, known: Known) -> Iterator[Advice]:
-    share = _recent(rows, "truncated")
-    if share is not None and share > 0.5 and not any(_all_cut_off(rows, known)):
-        text = (
-            f"{share:.0%} end at a limit of turns or steps, not by the task. Raise the limit, or pay something for "
-            "progress."
-        )
-        yield Advice("warn", "truncated", "Most episodes are cut off", text)
-
-
-def _no_gradient(rows: Rows, known: Known) -> Iterator[Advice]:
-    if _all_zero(rows, "grad_norm"):
-        text = (
-            f"grad_norm is 0 in the last {IN_A_ROW} iterations: advantages and penalties of all tokens are 0, and the "
-            "weights stay as they are. Look at groups_with_signal and at algorithm.adv_estimator."
-        )
-        yield Advice("bad", "grad_norm", "The gradient is zero", text)
-
-
-def _never_solved(rows: Rows, known: Known) -> Iterator[Advice]:
-    success, reward = _values(rows, "success"), _values(rows, "reward")
-    if len(success) < 2 * RECENT or any(success) or any(_values(rows, "heldout_success")):
+def _never_solved(run: Run) -> Iterator[Advice]:
+    success, reward = run.values("success"), run.values("reward")
+    if len(success) < 2 * RECENT or any(success) or any(run.values("heldout_success")):
         return
-    if len(reward) >= 2 * RECENT and _mean(reward) > sum(reward[:RECENT]) / RECENT:
+    if len(reward) >= 2 * RECENT and mean(reward[-RECENT:]) > mean(reward[:RECENT]):
         return  # it gets nearer
     text = (
         f"Success is 0 in all {len(success)} iterations, and the reward does not rise. Begin with an easier task, pay "
@@ -334,32 +357,27 @@ def _never_solved(rows: Rows, known: Known) -> Iterator[Advice]:
     yield Advice("bad", "success", "Nothing is ever solved", text)
 
 
-def _changes(values: Sequence[float]) -> list[float]:
-    """By how much each later quarter differs from the first; 0 where that may be chance, nothing of a short run."""
+def _changed(values: Sequence[float]) -> float:
+    """By how much the later rows differ from the first quarter; 0 where that may be chance, or there are few."""
     size = len(values) // 4
+    first, later = values[:size], values[size:]
     if size < RECENT:
-        return []
-    first, *others = [values[at * size : (at + 1) * size] for at in range(4)]
-    chances = [2 * math.sqrt((variance(first) + variance(other)) / size) for other in others]
-    steps = [mean(other) - mean(first) for other in others]
-    return [step if abs(step) > chance else 0.0 for step, chance in zip(steps, chances, strict=True)]
+        return 0.0
+    step = mean(later) - mean(first)
+    return step if abs(step) > 2 * math.sqrt((variance(first) + variance(later)) / size) else 0.0
 
 
-def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
-    """Success did not change between the quarters of a run by more than chance, and the reward did not rise."""
-    name = "success" if _values(rows, "success") else "reward"
-    values = _values(rows, name)
-    if len(values) < 4 * RECENT or (name == "success" and _mean(values) > 0.9):
+def _flat(run: Run) -> Iterator[Advice]:
+    """Success did not change by more than chance, and the reward did not rise."""
+    name = "success" if run.values("success") else "reward"
+    values, rate = run.values(name), run.recent("learning_rate")
+    if len(values) < 4 * RECENT or (name == "success" and mean(values[-RECENT:]) > 0.9):
         return
-    reward = _changes(_values(rows, "reward"))
-    if any(_changes(values)) or max(reward, default=0.0) > 0:
+    if _changed(values) or _changed(run.values("reward")) > 0:
         return
-    size = len(values) // 4
-    first, last = mean(values[:size]), mean(values[3 * size : 4 * size])
-    kl = "approx_kl" if _values(rows, "approx_kl") else "kl_to_rollout"
-    steps = _recent(rows, "gradient_steps") or _recent(rows, "n_minibatches")
-    moved = None if steps == 1 else _recent(rows, kl)  # measured before the step, so of a single one it is 0
-    rate = _recent(rows, "learning_rate")
+    kl = "approx_kl" if run.values("approx_kl") else "kl_to_rollout"
+    steps = run.recent("gradient_steps") or run.recent("n_minibatches")
+    moved = None if steps == 1 else run.recent(kl)  # measured before the step, so of a single one it is 0
     used = "" if rate is None else f" (it is {rate:.2g})"
     if moved is not None and moved < 1e-4:
         remedy = (
@@ -368,23 +386,20 @@ def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
         )
     else:
         remedy = (
-            f"The policy moves, but not towards it. Read some episodes (shoal view {known.run}): is there anything in "
-            "what the agent sees from which the right action follows, and is it paid soon after? Then begin with an "
-            f"easier task, take more episodes an update, or change the learning rate{used}."
+            f"The policy moves, but not towards it. Read some episodes (shoal view {run.name}): does the right action "
+            "follow from what the agent sees, and is it paid soon after? Then begin with an easier task, take more "
+            f"episodes an update, or change the learning rate{used}."
         )
-    text = (
-        f"{name} was {first:.3g} in the first quarter of {len(values)} rows and is {last:.3g} in the "
-        f"last, no more than chance apart. {remedy}"
-    )
-    yield Advice("warn", name, "Nothing has been learned so far", text)
+    text = f"{name} is {mean(values):.3g} in {len(values)} rows, the first and the last no more than chance apart."
+    yield Advice("warn", name, "Nothing has been learned so far", f"{text} {remedy}")
 
 
-def _rewarded_without_success(rows: Rows, known: Known) -> Iterator[Advice]:
-    success, reward = _values(rows, "success"), _values(rows, "reward")
+def _rewarded_without_success(run: Run) -> Iterator[Advice]:
+    success, reward = run.values("success"), run.values("reward")
     if min(len(success), len(reward)) < 2 * RECENT:
         return
-    solved, paid = _mean(success[:RECENT]), _mean(reward[:RECENT])
-    solves, pays = _mean(success), _mean(reward)
+    solved, paid = mean(success[:RECENT]), mean(reward[:RECENT])
+    solves, pays = mean(success[-RECENT:]), mean(reward[-RECENT:])
     if pays > paid and solves < solved / 2:
         text = (
             f"The reward rose from {paid:.3g} to {pays:.3g} while success fell from {solved:.2f} to {solves:.2f}: the "
@@ -394,216 +409,108 @@ def _rewarded_without_success(rows: Rows, known: Known) -> Iterator[Advice]:
         yield Advice("warn", "reward", "The reward rises while success falls", text)
 
 
-def _collapsed(rows: Rows, known: Known) -> Iterator[Advice]:
-    held_out = known.setting("es_manager.val.env_groups"), known.setting("es_manager.val.group_size")
-    few = all(isinstance(count, int) for count in held_out) and held_out[0] * held_out[1] < FEW
-    for name, span in (("success", IN_A_ROW), *([] if few else [("heldout_success", EVALUATIONS)])):
-        found = [row for row in rows if is_number(row.get(name)) and "iteration" in row]
-        means = [
-            sum(row[name] for row in found[end - span : end]) / span for end in range(span, len(found) + 1)
-        ]
+def _success_fell(run: Run) -> Iterator[Advice]:
+    sizes = run.setting("es_manager.val.env_groups"), run.setting("es_manager.val.group_size")
+    few = all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] < FEW
+    # of held-out success two make a mean: a single greedy one swings by itself
+    for name, span in (("success", IN_A_ROW), *([] if few else [("heldout_success", 2)])):
+        found = [row for row in run.rows if is_number(row.get(name)) and "iteration" in row]
+        ends = range(span, len(found) + 1)
+        means = [mean(row[name] for row in found[end - span : end]) for end in ends]
         if not means or means[-1] >= max(means) - FALL:
             continue
         best, at = max(means), means.index(max(means)) + span
         fell = next((row for row in found[at:] if row[name] < best - FALL), found[-1])
+        best_one = ""
+        if held_out := [row for row in run.rows if is_number(row.get("heldout_success"))]:
+            top = max(held_out, key=lambda row: row["heldout_success"])  # the first of several
+            best_one = (
+                f"The best checkpoint is that of iteration {top['iteration']} (held-out success "
+                f"{top['heldout_success']:.2f}): shoal eval {run.name} --checkpoint best, "
+                f"shoal export {run.name} OUT --checkpoint best. "
+            )
         text = (
             f"{name} fell from {best:.2f} to {means[-1]:.2f}; it was first that low at iteration {fell['iteration']}. "
-            f"{_best_checkpoint(rows, known.run)}Begin anew with a lower algorithm.learning_rate, or hold the policy "
-            "with algorithm.kl.coef."
+            f"{best_one}Begin anew with a lower algorithm.learning_rate, or hold the policy with algorithm.kl.coef."
         )
         yield Advice("bad", name, "Success collapsed", text)
         return
 
 
-def _best_checkpoint(rows: Rows, run: str) -> str:
-    held_out = [row for row in rows if is_number(row.get("heldout_success"))]
-    if not held_out:
-        return ""
-    best = max(held_out, key=lambda row: row["heldout_success"])  # the first of several
-    return (
-        f"The best checkpoint is that of iteration {best['iteration']} (held-out success "
-        f"{best['heldout_success']:.2f}): shoal eval {run} --checkpoint best, "
-        f"shoal export {run} OUT --checkpoint best. "
-    )
-
-
-def _fell_silent(rows: Rows, known: Known) -> Iterator[Advice]:
-    """A collapse of the entropy, where groups differed before it: that of the rewards follows from it."""
-    signal = _values(rows, "groups_with_signal")[:RECENT]
-    if signal and mean(signal) >= 0.2:
-        yield from _entropy_collapsed(rows, known)
-
-
-def _entropy_collapsed(rows: Rows, known: Known) -> Iterator[Advice]:
-    """The policy is sure of what it does, and that is not what solves the task."""
-    values = _values(rows, "entropy")
-    if len(values) < 3 or values[0] <= 0:
-        return
-    first, now, success = values[0], _mean(values), _recent(rows, "success")
-    small = now < 0.1 * first and (success is None or success < 0.9)
-    if small or (now < first / 3 and len(values) >= 2 * RECENT and not _gained(rows)):
-        rate = "" if success is None else f" while success is {success:.0%}"
-        text = (
-            f"It fell from {first:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new. "
-            f"{_against_collapse(rows, known)}"
-        )
-        yield Advice("bad", "entropy", "Entropy has collapsed", text)
-
-
-def _gained(rows: Rows) -> bool:
-    """Whether success or reward is higher in the last rows than in the first, be it by chance."""
-    gains = [(values[:RECENT], values) for name in ("success", "reward") if (values := _values(rows, name))]
-    return any(_mean(values) > mean(first) for first, values in gains)
-
-
-def _against_collapse(rows: Rows, known: Known) -> str:
-    """What can act here: an entropy bonus for a small vocabulary, wider clipping for several steps an update."""
-    if _values(rows, "n_minibatches"):  # PPO
-        return "Lower the learning rate, or raise entropy_coef."
-    rate, held = known.setting("algorithm.learning_rate"), known.setting("algorithm.kl.coef")
-    advice = "Lower algorithm.learning_rate" + ("" if rate is None else f" (it is {rate:.2g})")
-    advice += ", or hold the policy with a higher algorithm.kl.coef" + (
-        "" if held is None else f" (it is {held:.2g})"
-    )
-    if known.setting("engine.name") in (None, "tiny"):
-        advice += ", or raise algorithm.entropy_coef"
-    if (_recent(rows, "gradient_steps") or 0) > 1:
-        advice += ", or raise algorithm.clip_ratio_high"
-    return f"{advice}."
-
-
-def _entropy_grows(rows: Rows, known: Known) -> Iterator[Advice]:
-    values = _values(rows, "entropy")
-    if len(values) >= RECENT and values[0] > 0 and _mean(values) > 2 * values[0]:
-        text = (
-            f"It rose from {values[0]:.3g} to {_mean(values):.3g} nats: the policy becomes more random. Lower "
-            "entropy_coef, or look whether rewards are noise."
-        )
-        yield Advice("warn", "entropy", "Entropy grows", text)
-
-
-def _some_invalid(rows: Rows, known: Known) -> Iterator[Advice]:
-    valid = _recent(rows, "valid_actions")
-    if valid is None or not 0.2 <= valid < 0.9:
-        return
-    if at_limit := _at_limit(rows, known):
-        yield Advice("warn", "response_tokens", "Answers end at the limit of tokens", at_limit)
-    elif valid < 0.5:
-        text = (
-            f"Only {valid:.0%} of the turns hold an action that the environment understood. Warm the model up on the "
-            "format, show an example in the prompt, or set a format penalty."
-        )
-        yield Advice("warn", "valid_actions", "Few valid actions", text)
-
-
-def _mismatch(rows: Rows, known: Known) -> Iterator[Advice]:
-    gap = max(_values(rows, "logprob_gap_max")[-RECENT:], default=0.0)
-    if gap > 0.5:
-        text = (
-            f"The log-probability of one token differs by up to {gap:.3g} before the first gradient step. Use the same "
-            "precision in both, or algorithm.rollout_correction."
-        )
-        yield Advice("bad" if gap > 2 else "warn", "logprob_gap_max", "Trainer and engine disagree", text)
-
-
-def _failures(rows: Rows, known: Known) -> Iterator[Advice]:
-    failed, episodes = sum(_values(rows, "failed_episodes")), _values(rows, "episodes")
-    if failed and episodes:
-        text = (
-            f"{failed:.0f} of {episodes[-1]:.0f} training episodes failed, by an error of the environment, the "
-            "engine or a reward. They are left out, so success is that of the others. Their causes: "
-            f"shoal view {known.run}, Episodes."
-        )
-        yield Advice("bad", "failed_episodes", "Episodes failed", text)
-    if deaths := sum(_values(rows, "worker_deaths")):
-        text = f"{deaths:.0f} so far; their episodes were played again."
-        yield Advice("note", "worker_deaths", "Workers were lost", text)
-
-
-def _values_unexplained(rows: Rows, known: Known) -> Iterator[Advice]:
-    explained = _values(rows, "explained_variance")
-    if len(explained) >= 10 and _mean(explained) < 0:
-        text = (
-            "explained_variance is below zero: predicting the mean would be better. Normalise rewards or observations, "
-            "or raise vf_coef."
-        )
-        yield Advice("warn", "explained_variance", "The value function explains nothing", text)
-
-
-def _generalisation(rows: Rows, known: Known) -> Iterator[Advice]:
-    trained, held_out = _recent(rows, "success"), _values(rows, "heldout_success")
+def _generalisation(run: Run) -> Iterator[Advice]:
+    trained, held_out = run.recent("success"), run.values("heldout_success")
     if trained is not None and len(held_out) > 1 and trained - held_out[-1] > 0.25:
         text = f"Success is {trained:.0%} in training and {held_out[-1]:.0%} held out. "
         text += "Train on more different start states."
         yield Advice("warn", "heldout_success", "Held-out episodes lag behind", text)
 
 
-def _stands_still(rows: Rows, known: Known) -> Iterator[Advice]:
+def _stands_still(run: Run) -> Iterator[Advice]:
     """The same held-out success again and again, as where some start states cannot be solved."""
-    values = _values(rows, "heldout_success")
+    values = run.values("heldout_success")
     last = values[-1] if values else 0.0
     same = list(itertools.takewhile(lambda value: value == last, reversed(values)))
-    if len(same) < STILL or not 0.5 <= last < 1:
+    if len(same) < RECENT or not 0.5 <= last < 1:
         return
-    wanted = known.setting("trainer.stop_at_success")
+    wanted = run.setting("trainer.stop_at_success")
     waits = wanted is not None and last < wanted
     awaited = f" The run waits for {wanted:g} (trainer.stop_at_success)." if waits else ""
     text = (
         f"Held-out success was {last:.2f} in each of the last {len(same)} evaluations: it may be the same episodes "
-        f"that fail, and such as cannot be solved. shoal show {known.run} --worst shows one.{awaited}"
+        f"that fail, and such as cannot be solved. shoal show {run.name} --worst shows one.{awaited}"
     )
     yield Advice("bad" if waits else "note", "heldout_success", "Held-out success stands still", text)
 
 
-def _beyond(metric: str, limit: float, title: str, text: str, *, at_least: int = 1) -> Rule:
-    """A rule about a metric whose last values are above a limit on average."""
+def _failures(run: Run) -> Iterator[Advice]:
+    failed, episodes = sum(run.values("failed_episodes")), run.values("episodes")
+    if failed and episodes:
+        text = (
+            f"{failed:.0f} of {episodes[-1]:.0f} training episodes failed, by an error of the environment, the "
+            "engine or a reward. They are left out, so success is that of the others. Their causes: "
+            f"shoal view {run.name}, Episodes."
+        )
+        yield Advice("bad", "failed_episodes", "Episodes failed", text)
 
-    def rule(rows: Rows, known: Known) -> Iterator[Advice]:
-        value = _recent(rows, metric, at_least)
-        if value is not None and value > limit:
+
+def _entropy_grows(run: Run) -> Iterator[Advice]:
+    values = run.values("entropy")
+    if len(values) >= RECENT and values[0] > 0 and mean(values[-RECENT:]) > 2 * values[0]:
+        text = (
+            f"It rose from {values[0]:.3g} to {mean(values[-RECENT:]):.3g} nats: the policy becomes more random. Lower "
+            "entropy_coef, or look whether rewards are noise."
+        )
+        yield Advice("warn", "entropy", "Entropy grows", text)
+
+
+LIMITS = (
+    ("truncated", 0.5, "Most episodes are cut off",
+     "{:.0%} end at a limit of turns or steps, not by the task. Raise the limit, or pay something for progress."),
+    ("logprob_gap_max", 0.5, "Trainer and engine disagree",
+     "The log-probability of one token differs by up to {:.3g} before the first gradient step. Use the same precision "
+     "in both, or algorithm.rollout_correction."),
+    ("tool_errors", 0.5, "Calls of tools fail",
+     "{:.0%} of the calls of tools are answered by an error: a tool raises, or the model writes calls that do not fit. "
+     "The errors stand in the episodes."),
+    ("program_errors", 0.5, "Programs raise",
+     "{:.0%} of the episodes end with an exception of your program, with the reward on_error. The exceptions stand in "
+     "the episodes."),
+    ("clip_fraction", 0.4, "Steps are too large",
+     "{:.0%} of the samples are clipped. Lower the learning rate or the number of epochs."),
+    ("approx_kl", 0.1, "The policy moves fast",
+     "approx_kl is {:.3g} an update; 0.01 to 0.05 is usual. Lower the learning rate, or set target_kl."),
+)  # fmt: skip
+"""Metrics whose mean over the last rows is too high above these."""
+
+
+def _beyond(run: Run) -> Iterator[Advice]:
+    for metric, limit, title, text in LIMITS:
+        value = run.recent(metric, IN_A_ROW)
+        if value is not None and value > limit and not (metric == "truncated" and any(_cut_off(run))):
             yield Advice("warn", metric, title, text.format(value))
 
-    return rule
 
-
-_RULES: tuple[Rule, ...] = (
-    _diverged,
-    _nothing_learned,
-    _rewarded_without_success,
-    _collapsed,
-    _entropy_collapsed,
-    _entropy_grows,
-    _mostly_cut_off,
-    _some_invalid,
-    _mismatch,
-    _beyond(
-        "share_idle", 0.4, "The engine is idle",
-        "In {:.0%} of the time neither the engine nor the update computes: environments are waited for. Play more "
-        "episodes at once, or use_parallel_rollout with more workers.",
-        at_least=2,
-    ),
-    _failures,
-    _beyond(
-        "tool_errors", 0.5, "Calls of tools fail",
-        "{:.0%} of the calls of tools are answered by an error: a tool raises, or the model writes calls that do not "
-        "fit. The errors stand in the episodes.",
-    ),
-    _beyond(
-        "program_errors", 0.5, "Programs raise",
-        "{:.0%} of the episodes end with an exception of your program, with the reward on_error. Is that the model's "
-        "doing, or a mistake in the program? The exceptions stand in the episodes.",
-    ),
-    _beyond(
-        "clip_fraction", 0.4, "Steps are too large",
-        "{:.0%} of the samples are clipped. Lower the learning rate or the number of epochs.",
-        at_least=2,
-    ),
-    _beyond(
-        "approx_kl", 0.1, "The policy moves fast",
-        "approx_kl is {:.3g} an update; 0.01 to 0.05 is usual. Lower the learning rate, or set target_kl.",
-        at_least=2,
-    ),
-    _values_unexplained,
-    _generalisation,
-    _stands_still,
+RULES: tuple[Rule, ...] = (
+    _diverged, _nothing_learned, _rewarded_without_success, _success_fell, _entropy, _entropy_grows, _failures, _beyond,
+    _generalisation, _stands_still,
 )  # fmt: skip

@@ -6,33 +6,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
-    from shoal.vector.arguments import groups as groups
-    from shoal.vector.compat import AsyncVectorEnv as AsyncVectorEnv
-    from shoal.vector.compat import EnvPoolStyle as EnvPoolStyle
-    from shoal.vector.compat import MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer
-    from shoal.vector.compat import ParallelEnv as ParallelEnv
-    from shoal.vector.compat import PufferStyle as PufferStyle
+    from shoal.vector.backends.jax import JaxVectorEnv as JaxVectorEnv
+    from shoal.vector.faces.asynchronous import AsyncVectorEnv as AsyncVectorEnv
+    from shoal.vector.faces.container import (
+        MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer,
+    )
+    from shoal.vector.faces.container import ParallelEnv as ParallelEnv
+    from shoal.vector.faces.pettingzoo import PettingZooVectorEnv as PettingZooVectorEnv
+    from shoal.vector.faces.sb3 import SB3VecEnv as SB3VecEnv
     from shoal.vector.infos import Ready as Ready
     from shoal.vector.infos import StepResult as StepResult
-    from shoal.vector.jax import JaxVectorEnv as JaxVectorEnv
     from shoal.vector.make import make_vec as make_vec
-    from shoal.vector.multi_agent import PettingZooVectorEnv as PettingZooVectorEnv
-    from shoal.vector.sb3 import SB3VecEnv as SB3VecEnv
+    from shoal.vector.spaces import groups as groups
     from shoal.vector.vector_env import VectorPool as VectorPool
 
 _HOME = {
-    "AsyncVectorEnv": "compat",
-    "EnvPoolStyle": "compat",
-    "JaxVectorEnv": "jax",
-    "MultiProcessEnvironmentContainer": "compat",
-    "ParallelEnv": "compat",
-    "PettingZooVectorEnv": "multi_agent",
-    "PufferStyle": "compat",
+    "AsyncVectorEnv": "faces.asynchronous",
+    "JaxVectorEnv": "backends.jax",
+    "MultiProcessEnvironmentContainer": "faces.container",
+    "ParallelEnv": "faces.container",
+    "PettingZooVectorEnv": "faces.pettingzoo",
     "Ready": "infos",
-    "SB3VecEnv": "sb3",
+    "SB3VecEnv": "faces.sb3",
     "StepResult": "infos",
     "VectorPool": "vector_env",
-    "groups": "arguments",
+    "groups": "spaces",
     "make_vec": "make",
 }
 __all__ = sorted(name for name in _HOME if name != "SB3VecEnv")  # which needs Stable-Baselines3

@@ -11,8 +11,7 @@ import functools
 import math
 import os
 import shutil
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -21,16 +20,11 @@ import numpy as np
 from shoal.core.data import deep_copy
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.arguments import one_each
-from shoal.vector.spaces import Layout, Leaf, refuse_loss
+from shoal.vector.spaces import Layout, Leaf, one_each, refuse_loss
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64
 """Bytes: arrays of the block share no cache line."""
-TEXT_BYTES = 2048
-"""Room per env and text leaf in shared memory; longer text goes by message."""
-INFO_BYTES = 128
-"""Room per env in shared memory for the numbers of its info, 8 bytes each."""
 
 
 class Buffers:
@@ -40,7 +34,6 @@ class Buffers:
         n_envs: number of environments.
         observations: layout of one.
         actions: layout of one.
-        text: whether there is room for text.
         memory: the block, None for private memory, or False for `nbytes` only.
     """
 
@@ -49,26 +42,22 @@ class Buffers:
     terminated: Array  # [n_envs] bool
     truncated: Array  # [n_envs] bool
     act: list[Any]  # per leaf of an action [n_envs, *shape], None if it has no fixed size
-    obs: list[Any]  # per leaf of an observation [n_envs, *shape]; text: bytes [n_envs, 8 + TEXT_BYTES]
+    obs: list[Any]  # per leaf of an observation [n_envs, *shape], None if it has no fixed size
     final: Array | None  # [n_envs, *shape]  the last of episodes that ended, where they are one array
 
-    def __init__(
-        self, n_envs: int, observations: Layout, actions: Layout, *, text: bool = False, memory: Any = None
-    ) -> None:
+    def __init__(self, n_envs: int, observations: Layout, actions: Layout, memory: Any = None) -> None:
         self.n_envs, self.observations, self.actions = n_envs, observations, actions
         self._size = 0
         rewards, flags = self._place("f8", (n_envs,)), self._place("?", (2 * n_envs,))
-        info = self._place("u1", (n_envs * INFO_BYTES,))
-        act = [self._leaf(leaf, n_envs, text=False) for leaf in actions.leaves]
-        obs = [self._leaf(leaf, n_envs, text=text) for leaf in observations.leaves]
-        final = self._leaf(observations.leaves[0], n_envs, text=False) if observations.is_leaf else None
+        act = [self._leaf(leaf, n_envs) for leaf in actions.leaves]
+        obs = [self._leaf(leaf, n_envs) for leaf in observations.leaves]
+        final = self._leaf(observations.leaves[0], n_envs) if observations.is_leaf else None
         self.nbytes = self._size
         if memory is False:  # only the size was asked for
             return
         view = memoryview(bytearray(self.nbytes) if memory is None else memory)
         self.rewards, self.flags = _array(view, rewards), _array(view, flags)
         self.terminated, self.truncated = self.flags[:n_envs], self.flags[n_envs:]
-        self._info = _array(view, info)
         self.act = [_array(view, place) for place in act]
         self.obs = [_array(view, place) for place in obs]
         self.final = _array(view, final)
@@ -78,19 +67,8 @@ class Buffers:
         self._size = -(-(offset + math.prod(shape) * kind.itemsize) // ALIGNMENT) * ALIGNMENT
         return offset, kind, shape
 
-    def _leaf(self, leaf: Leaf, n_envs: int, *, text: bool) -> _Place | None:
-        if leaf.kind == "fixed":
-            return self._place(leaf.dtype, (n_envs, *leaf.shape))
-        if leaf.kind == "text" and text:
-            return self._place("u1", (n_envs, 8 + TEXT_BYTES))
-        return None
-
-    def info_columns(self, first: int, count: int, kinds: Sequence[type]) -> list[Array]:
-        """Room for numbers in the infos of a group: a column `[count]` of each kind; none if there is too little."""
-        cells, size = self._info[first * INFO_BYTES : (first + count) * INFO_BYTES], 8 * count
-        if len(kinds) * 8 > INFO_BYTES:
-            return []
-        return [cells[k * size : (k + 1) * size].view(kind)[:count] for k, kind in enumerate(kinds)]
+    def _leaf(self, leaf: Leaf, n_envs: int) -> _Place | None:
+        return self._place(leaf.dtype, (n_envs, *leaf.shape)) if leaf.kind == "fixed" else None
 
     def any_end(self) -> bool:
         """Whether an episode ended in the last step."""
@@ -136,53 +114,6 @@ class RowWriter:
         if type(value) not in self._scalars:
             refuse_loss(given, self.dtype)
         return given
-
-
-class TextBuffer:
-    """The strings of one leaf of one group, `most` of them: joined, encoded once, with their lengths in front."""
-
-    def __init__(self, memory: memoryview, most: int) -> None:
-        head = 4 * (most + 2)
-        self._head = memory[:head].cast("I")
-        self._body = memory[head:]
-        self.capacity = len(self._body)
-
-    @classmethod
-    def of(cls, buffers: Buffers, first: int, count: int) -> dict[int, TextBuffer]:
-        """By leaf, those of the group with the environments `first … first + count - 1`."""
-        rows = {leaf: buffers.obs[leaf] for leaf in buffers.observations.text}
-        return {
-            leaf: cls(row[first : first + count].reshape(-1).data, count)
-            for leaf, row in rows.items()
-            if row is not None
-        }
-
-    def pack(self, texts: Sequence[str]) -> bool:
-        """Write the strings; False when they do not fit or are not all strings."""
-        try:
-            data = "".join(texts).encode("utf-8", "surrogatepass")
-        except TypeError:
-            return False
-        size, count = len(data), len(texts)
-        if size > self.capacity:
-            return False
-        head = self._head
-        head[0], head[1] = count, size
-        head[2 : 2 + count] = memoryview(array("I", map(len, texts)))
-        self._body[:size] = data
-        return True
-
-    def unpack(self) -> list[str]:
-        """The strings last written."""
-        head = self._head
-        count = head[0]
-        whole = str(self._body[: head[1]], "utf-8", "surrogatepass")
-        texts: list[str] = []
-        start = 0
-        for length in head[2 : 2 + count]:
-            texts.append(whole[start : start + length])
-            start += length
-        return texts
 
 
 class Observations:
@@ -248,8 +179,9 @@ class Observations:
 
 # --- actions: written once into the buffers, read where the environments are stepped. What does not fit there (text,
 # custom spaces, a type that the space does not have) is pickled, and reaches the env as it is.
-PickledActions = dict[int, dict[int, Any]]
-"""leaf -> {env: value}; leaf `WHOLE` alone holds the whole actions of all that are stepped."""
+PickledActions = dict[int, Any]
+"""By leaf, an action for each env by its number; in a command by its position in the group. Leaf `WHOLE_ACTION` alone
+holds the whole actions of all that are stepped."""
 WHOLE_ACTION = -1
 NO_PICKLED_ACTIONS: PickledActions = {}
 
@@ -269,7 +201,7 @@ def write_actions(buffers: Buffers, batch: Any) -> PickledActions:
     for i, (leaf, part) in enumerate(zip(layout.leaves, layout.flatten(batch), strict=True)):
         column, target = _column(leaf, part, buffers.n_envs), buffers.act[i]
         if target is None or not _same(column, target):
-            pickled[i] = dict(enumerate(deep_copy(column)))
+            pickled[i] = deep_copy(column)
         else:
             target[...] = column
     return pickled
@@ -333,20 +265,18 @@ def reader(buffers: Buffers, first: int, count: int) -> Callable[[], list[Any]]:
     return lambda: list(rows.copy())
 
 
-def read(
-    buffers: Buffers, first: int, members: Sequence[int], pickled: Mapping[int, Mapping[int, Any]]
-) -> list[Any]:
+def read(buffers: Buffers, first: int, members: Sequence[int], pickled: PickledActions) -> list[Any]:
     """The actions of the envs `first + j` for each j in `members`, safe to keep."""
     if not len(members):
         return []
     layout = buffers.actions
     if WHOLE_ACTION in pickled:
-        return [pickled[WHOLE_ACTION][first + j] for j in members]
+        return [pickled[WHOLE_ACTION][j] for j in members]
     stop = first + members[-1] + 1
     columns: list[Any] = []
     for i in range(len(layout.leaves)):
         if i in pickled:
-            columns.append([pickled[i][first + j] for j in members])
+            columns.append([pickled[i][j] for j in members])
         else:
             rows = buffers.act[i][first:stop].copy()
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
@@ -364,7 +294,9 @@ def for_worker(pickled: PickledActions, first: int, count: int) -> PickledAction
         return pickled
     stop = first + count
     return {
-        leaf: {i: value for i, value in values.items() if first <= i < stop}
+        leaf: {i - first: value for i, value in values.items() if first <= i < stop}
+        if isinstance(values, dict)
+        else values[first:stop]
         for leaf, values in pickled.items()
     }
 

@@ -13,10 +13,8 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -31,132 +29,31 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EnvError, safe_repr
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.buffers import NO_PICKLED_ACTIONS, Array, Buffers, PickledActions, RowWriter, read, reader
-from shoal.vector.failures import Failure, from_exception
+from shoal.vector.buffers import Array, Buffers, PickledActions, RowWriter, read, reader
 from shoal.vector.infos import CELLS, FINAL_IN_BUFFER, EnvInfo, Info, InfoTable
-from shoal.vector.spaces import Layout
+from shoal.vector.messages import (
+    NOTHING,
+    Apply,
+    Close,
+    Command,
+    EnvDescription,
+    Failure,
+    Make,
+    Rebuild,
+    Reply,
+    Reset,
+    Step,
+    from_exception,
+)
 
 LOADING = 0xFFFFFFFF
 """Progress of a group that does not have its environments yet; else the position of the env at work."""
-
-
-# --- commands
-@dataclass(slots=True)
-class Make:
-    """The first command of a group: make the environments."""
-
-    env_fns: Any  # functions, or their pickle
-    doing: str = "make"
-
-
-@dataclass(slots=True)
-class Attach:
-    """The second command: where results go."""
-
-    n_envs: int
-    observations: Layout
-    actions: Layout
-    autoreset: AutoresetMode
-    check_nan: bool
-    memory: str | None = None  # the name of a shared block
-    doing: str = "attach"
-
-    def buffers(self, memory: Any = None, n_envs: int | None = None) -> Buffers:
-        """The buffers over shared memory, or in private memory, there for `n_envs` only."""
-        return Buffers(
-            n_envs or self.n_envs, self.observations, self.actions, text=memory is not None, memory=memory
-        )
-
-
-@dataclass(slots=True)
-class Step:
-    """Step `members` (positions in the group; None for all), with the actions in the buffers and those beside."""
-
-    members: Sequence[int] | None = None
-    pickled: PickledActions = field(default_factory=dict)
-    actions: Sequence[Any] | None = None  # one per member, for a group that does not see the buffers
-    doing: str = "step"
-
-
-STEP_ALL = Step(None, NO_PICKLED_ACTIONS)
-
-
-@dataclass(slots=True)
-class Reset:
-    """Reset `members`, each with its seed; those of `ends` are left as if their episodes had just ended."""
-
-    members: Sequence[int]
-    seeds: Sequence[int | None]
-    options: dict[str, Any] | None
-    ends: Sequence[int] = ()
-    doing: str = "reset"
-
-
-@dataclass(slots=True)
-class Apply:
-    """`function(env, *args)` for each of `members`, which have arguments of their own."""
-
-    doing: str  # in messages
-    function: Callable[..., Any]
-    args: Sequence[Sequence[Any]]
-    members: Sequence[int]
-
-
-@dataclass(slots=True)
-class Rebuild:
-    """Close `members` and make them anew."""
-
-    members: Sequence[int]
-    doing: str = "make"
-
-
-@dataclass(slots=True)
-class Close:
-    """The last command."""
-
-    doing: str = "close"
-
-
-Command = Make | Attach | Step | Reset | Apply | Rebuild | Close
-
-
-def ids_of(group: Any, command: Any) -> Sequence[int]:
-    """The environments that a command to a group, or to the worker that has it, concerns."""
-    members = getattr(command, "members", None)
-    first: int = group.first
-    return range(first, first + group.count) if members is None else [first + j for j in members]
 
 
 def call_attribute(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a method of an env, or read an attribute, of the wrapper that has it."""
     attribute = env.get_wrapper_attr(name)
     return attribute(*args, **kwargs) if callable(attribute) else attribute
-
-
-@dataclass(slots=True)
-class Reply:
-    """The part of a result that is not in the buffers."""
-
-    columns: dict[int, list[Any]] = field(default_factory=dict)  # leaf -> values, in the order of the members
-    env_infos: Sequence[EnvInfo] | InfoTable = ()  # of those that reported something
-    failures: list[Failure] = field(default_factory=list)
-    value: Any = None  # what calls returned, or descriptions of envs that were made
-
-
-NOTHING = Reply()
-
-
-@dataclass
-class EnvDescription:
-    """Spaces, metadata and render mode of one environment."""
-
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-    metadata: dict[str, Any]
-    render_mode: str | None
-    spec: Any
-    identity: tuple[Any, ...]
-    """Equal for one and the same object only, in whatever process it is."""
 
 
 _PROCESS = os.urandom(8)
@@ -299,7 +196,7 @@ class EnvGroup:
                 self._ended[j] = True
                 self._note(failures, j, "reset", error)
                 continue
-            self._ended[j] = j in command.ends
+            self._ended[j] = command.ended
             if info:
                 env_infos.append(EnvInfo(self.first + j, None, None, info))
         return self._reply(columns, env_infos, failures, command.members)

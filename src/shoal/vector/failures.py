@@ -1,77 +1,38 @@
-"""Failures of environments in workers: the record, the error that is raised for it, and what replaces the result.
+"""What a failure of an environment does: it is raised, or the environment is replaced and its episode truncated.
 
-A replaced environment shows it: its step is reported truncated with `info["worker_restarted"]`, so that no trajectory
-can join two episodes.
+A replaced environment shows it, by the flag `truncated` and `info["worker_restarted"]`, so that no trajectory can join
+two episodes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import re
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import gymnasium
+import numpy as np
 
-from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, where_it_hangs, with_frames
+from shoal.core.data import deep_copy
+from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.seeding import derive_seed
-from shoal.core.workers import RemoteTraceback, dumps
+from shoal.core.workers import RemoteTraceback
+from shoal.vector.infos import FINAL_IN_BUFFER, EnvInfo, Info
+from shoal.vector.messages import Attach, Failure, Rebuild, Reply, Reset, Step, ids_of
+from shoal.vector.workers import Pending, Worker, attach_all, collect
+
+if TYPE_CHECKING:
+    from shoal.vector.vector_env import VectorPool
+
+logger = logging.getLogger(__name__)
+OnFailure = Literal["raise", "restart"]
+MOST_AT_ONCE = 3
+"""Restarts of an env in one operation, whatever `max_restarts` says: it may be that it can never begin."""
 
 
-@dataclass
-class Failure:
-    """A failure of an env; it can be sent between processes, whatever its exception is."""
-
-    env: int
-    doing: str  # "step", "reset", "make", "call", …
-    summary: str  # one line
-    trace: str = ""  # where it happened
-    action: str | None = None
-    pid: int | None = None
-    exception: BaseException | None = None
-    kind: str = "exception"  # or "died", "timeout", "over" (the caller forgot a reset: the env is whole)
-    ending: tuple[Any, dict[str, Any]] | None = None
-    """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """With the exception as a pickle of its own, or dropped where it does not survive that."""
-        try:
-            data = dumps(self.exception)
-            pickle.loads(data)
-        except BaseException:
-            data = pickle.dumps(None)
-        return {**vars(self), "exception": data}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """An exception of a class that only its worker knows is shown by its text."""
-        vars(self).update(state, exception=None)
-        with contextlib.suppress(Exception):
-            self.exception = pickle.loads(state["exception"])
-
-
-def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:
-    """A failure from an exception being handled."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(env, doing, with_frames(error), trace, None, pid, error)
-
-
-def where_it_was(stack: str) -> str:
-    r"""The lines of the user's own code in the text of a stack; of several threads, the first that has some.
-
-    >>> where_it_was('Thread 0x1 (most recent call first):\n  File "bad.py", line 18 in _advance')
-    ' (bad.py:18 in _advance)'
-    """
-    for thread in re.split(r"^(?=Thread|Current thread)", stack, flags=re.MULTILINE):
-        found = re.findall(r'^ *File "(.+)", line (\d+),? in (.+)$', thread, re.MULTILINE)
-        frames = [traceback.FrameSummary(file, int(line), name, line="") for file, line, name in found]
-        if where := where_it_hangs(reversed(frames) if "most recent call first" in thread else frames):
-            return where
-    return ""
-
-
+# --- in words
 def describe(failure: Failure) -> str:
     """The failure in one line."""
     where = f" (pid {failure.pid})" if failure.pid is not None else ""
@@ -101,12 +62,14 @@ def error_of(failure: Failure) -> Exception:
     return original
 
 
-def worker_error_of(failure: Failure) -> WorkerError:
+def worker_error_of(failure: Failure, note: str = "") -> WorkerError:
     """The failure as an error of shoal's, caused by the env's own."""
     kinds = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}
     error = kinds.get(failure.kind, WorkerError)(describe(failure))
     error.details = reported(failure)
     error.__cause__ = failure.exception or (RemoteTraceback(failure.trace) if failure.trace else None)
+    if note:
+        error.add_note(note)
     return error
 
 
@@ -119,25 +82,190 @@ def raise_first(failures: Sequence[Failure]) -> None:
         raise error
 
 
-# --- policies
-OnFailure = Literal["raise", "restart", "mask"]
-WHAT_IS_DONE = {"restart": "the environment is restarted", "mask": "the environment is left out"}
-"""What an env's failure does, in messages."""
+# --- the policy
+class End(NamedTuple):
+    """How an episode ended, or was cut off because its env had to be replaced."""
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    final: Any  # the last observation
+    info: Info
 
 
-MOST_AT_ONCE = 3
-"""Restarts of an env in one operation, whatever `max_restarts` says: it may be that it can never begin."""
+class FailurePolicy:
+    """Raises the failures of a vector env, or replaces what failed and reports the episodes that were truncated.
+
+    Attributes:
+        seeds: what each was seeded with last.
+        failed: how often each failed.
+        replaced: how often each was made anew.
+    """
+
+    def __init__(self, pool: VectorPool, attach: Attach, max_restarts: float) -> None:
+        # A proxy: a vector env without references is closed at once.
+        self.pool, self._attach, self.max_restarts = weakref.proxy(pool), attach, max_restarts
+        n_envs = pool.num_envs
+        self.seeds: list[int | None] = [None] * n_envs
+        self.failed, self.replaced = [0] * n_envs, [0] * n_envs
+        # What environments showed last, leaf by leaf.
+        self._last = [
+            list(column) if isinstance(column, tuple) else column for column in pool.shown.some(slice(None))
+        ]
+
+    def final(self, i: int) -> Any:
+        """The last observation of an episode that was replaced, as an env gave it: of a Box an array."""
+        assert self.pool.buffers.final is not None
+        value = self.pool.buffers.final[i]
+        return np.array(value) if isinstance(self.pool.observation_spaces[i], gymnasium.spaces.Box) else value
+
+    def remember(self, ids: Any = slice(None)) -> None:
+        """Remember the current observations, for environments that are replaced in the next operation."""
+        for kept, values in zip(self._last, self.pool.shown.some(ids), strict=True):
+            if isinstance(kept, list) and not isinstance(ids, slice):
+                for i, value in zip(ids, values, strict=True):
+                    kept[i] = value
+            else:
+                kept[ids] = values
+
+    def recover(self, failures: list[Failure], env_infos: list[EnvInfo], pending: Pending) -> list[EnvInfo]:
+        """Replace what failed; returns what all environments of the operation reported then.
+
+        Environments that were lost beside it, with their worker, are made anew and have to be reset first.
+
+        Raises:
+            Exception: with the policy "raise", when an env failed too often, or when one was stepped after its end.
+        """
+        given: dict[int, int | None] = {}
+        stepped: set[int] = set()
+        for worker, command in pending:
+            if isinstance(command, Reset):
+                given.update(zip(ids_of(worker, command), command.seeds, strict=True))
+            elif isinstance(command, Step):
+                stepped.update(ids_of(worker, command))
+        ends: dict[int, End] = {}
+        affected: dict[int, Failure] = {}
+        infos: dict[int, Info] = {}
+        attempts = Counter[int]()
+        while failures:
+            attempts.update(failure.env for failure in failures)
+            now = self._affected_by(failures, attempts)
+            for i, failure in now.items():
+                ends.setdefault(i, self._end_of(i, failure))
+            affected |= now
+            fresh, failures = self._replace(now, given, stepped)
+            infos |= fresh
+        env_infos = [item for item in env_infos if item.env not in affected]
+        for i, failure in affected.items():
+            why = reported(failure)
+            info = {**infos.get(i, {}), **why}
+            if i in given:
+                env_infos.append(EnvInfo(i, None, None, info))
+                continue
+            if not (self.pool.same_step and i in stepped):
+                self.pool.shown.put(i, [column[i] for column in self._last])
+            if i in stepped:
+                env_infos.append(self._ended(i, ends[i], why, info))
+            else:
+                self.pool.undone[i] = failure
+        return env_infos
+
+    def _affected_by(self, failures: Sequence[Failure], attempts: Mapping[int, int]) -> dict[int, Failure]:
+        """The environments to be replaced, those of lost workers among them, and why; raises where none may be."""
+        for failure in failures:
+            self.failed[failure.env] += failure.kind != "over"
+        if self.pool.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
+            raise_first(failures)
+        affected: dict[int, Failure] = {}
+        for failure in failures:
+            often = self.failed[failure.env] > self.max_restarts
+            if often or attempts[failure.env] > MOST_AT_ONCE:
+                times = (
+                    f"{self.max_restarts} times (max_restarts)" if often else f"{MOST_AT_ONCE} times at once"
+                )
+                note = f"env {failure.env} was restarted {times} before this"
+                raise worker_error_of(failure, note)
+            worker = self.pool.worker_of[failure.env]
+            if worker.lost is not None:
+                affected.update(dict.fromkeys(worker.ids, failure))
+            if self.pool.warns:
+                done = "the environment is restarted (on_failure='restart')"
+                logger.warning("%s; %s", describe(failure), done)
+        return affected | {failure.env: failure for failure in failures}
+
+    def _end_of(self, i: int, failure: Failure) -> End:
+        """How the episode of an env that is replaced ended: in this step, or cut off after what it showed last."""
+        buffers = self.pool.buffers
+        if failure.env == i and failure.ending is not None:
+            final, info = failure.ending
+            if final is FINAL_IN_BUFFER:
+                final = self.final(i)
+            flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
+            return End(float(buffers.rewards[i]), *flags, final, info)
+        last = buffers.observations.rebuild([column[i] for column in self._last])
+        return End(0.0, False, True, deep_copy(last), {})
+
+    def _ended(self, i: int, end: End, why: Info, info: Info) -> EnvInfo:
+        """Show the end of an episode in the flags, and as what the env reported."""
+        buffers = self.pool.buffers
+        buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[:3]
+        if self.pool.same_step:
+            return EnvInfo(i, end.final, {**end.info, **why}, info)
+        return EnvInfo(i, None, None, info)
+
+    def _replace(
+        self, affected: Mapping[int, Failure], given: Mapping[int, int | None], stepped: set[int]
+    ) -> tuple[dict[int, Info], list[Failure]]:
+        """Rebuild these environments, all at once; returns the infos of their resets, and what failed again."""
+        by_worker = self.pool.by_worker
+        lost = [worker for worker, _ in by_worker(affected) if worker.lost is not None]
+        failures = self.restart(lost)
+        rebuilt = by_worker(i for i in sorted(affected) if self.pool.worker_of[i] not in lost)
+        failures += failures_of(self._ask([(worker, Rebuild(members)) for worker, members in rebuilt]))
+        failed = {failure.env for failure in failures}
+        for i in affected:
+            self.replaced[i] += 1
+        commands: Pending = []
+        begun = [i for i in sorted(affected) if i in given or i in stepped]
+        for worker, members in by_worker(i for i in begun if i not in failed):
+            if worker.lost is not None:
+                continue
+            ids = [worker.first + j for j in members]
+            seeds = [self.next_seed(i) if given.get(i) is None else given[i] for i in ids]
+            ended = not self.pool.same_step and not given
+            commands.append((worker, Reset(members, seeds, None, ended)))
+        replies = self._ask(commands)
+        again = failures_of(replies)
+        infos: dict[int, Info] = {}
+        for (worker, command), reply in zip(commands, replies, strict=True):
+            self.pool.shown.take(ids_of(worker, command), reply.columns, {item.env for item in again})
+            infos.update({item.env: item.info for item in reply.env_infos})
+        return infos, failures + again
+
+    def next_seed(self, i: int) -> int | None:
+        """The seed of an env's first episode after it was replaced; 31 bits, which all generators take."""
+        seed = self.seeds[i]
+        return None if seed is None else derive_seed(seed, "restart", self.replaced[i]) >> 32
+
+    def restart(self, lost: Sequence[Worker]) -> list[Failure]:
+        """Restart lost workers, all at once; returns what failed."""
+        for worker in lost:
+            worker.start()
+        failures = []
+        for worker, reply in zip(lost, collect(lost), strict=True):
+            failures += reply.failures
+            if reply.failures and worker.lost is None:
+                worker.lose(reply.failures[0])
+        ready = [worker for worker in lost if worker.lost is None]
+        return failures + attach_all(ready, self._attach, self.pool.buffers)
+
+    def _ask(self, commands: Pending) -> list[Reply]:
+        """Send commands to workers outside of an operation, and wait for all replies."""
+        for worker, command in commands:
+            worker.begin(command)
+        return collect([worker for worker, _ in commands])
 
 
-def restart_seed(seed: int | None, replaced: int) -> int | None:
-    """The seed of an env's first episode after it was replaced so often; 31 bits, which all generators take."""
-    return None if seed is None else derive_seed(seed, "restart", replaced) >> 32
-
-
-class MaskedEnv(gymnasium.Env[Any, Any]):
-    """Placeholder for an env that is masked out; it is never stepped."""
-
-    observation_space = action_space = gymnasium.spaces.Discrete(1)
-
-    def close(self) -> None:
-        """Nothing to close."""
+def failures_of(replies: Iterable[Reply]) -> list[Failure]:
+    """All failures in some replies."""
+    return [failure for reply in replies for failure in reply.failures]

@@ -6,11 +6,13 @@ import contextlib
 import copy as copying
 import functools
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -20,12 +22,11 @@ from shoal.core.errors import ConfigError, did_you_mean, format_error
 from shoal.core.executors import available_cpus
 from shoal.core.workers import START_METHODS, StartMethod, explain_file_limit
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve, without_wrappers
-from shoal.vector.arguments import check_limit, check_single_agent, check_whole
 from shoal.vector.buffers import Buffers, shared_block
-from shoal.vector.env_group import Attach, even_cuts
-from shoal.vector.failures import OnFailure, raise_first
-from shoal.vector.native import make_native
-from shoal.vector.spaces import Layout, batched
+from shoal.vector.env_group import even_cuts
+from shoal.vector.failures import OnFailure, failures_of, raise_first
+from shoal.vector.messages import Attach
+from shoal.vector.spaces import Layout, batched, check_limit, check_whole
 from shoal.vector.vector_env import Description, SerialVectorEnv, VectorPool, close_all
 from shoal.vector.workers import Limits, ProcessWorker, Signals, ThreadWorker, Worker, attach_all, collect
 
@@ -50,7 +51,6 @@ def make_vec(
     on_failure: OnFailure = "raise",
     max_restarts: int = 3,
     check_nan: bool = True,
-    threads: bool = False,
     copy: bool = True,
     ray_options: dict[str, Any] | None = None,
     **unknown: Any,
@@ -70,19 +70,16 @@ def make_vec(
             or 50 ms without its wrappers, and closed; then `choose` says where they go. Where it refuses random
             actions, all are in worker processes. The caller steps a share of the environments, so one that crashes
             takes it along; with `step_timeout` or `on_failure` all are in workers and nothing is tried.
-        num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env; with
-            `threads`: at least one per eight envs).
+        num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
         start_method: of worker processes: "forkserver" (default on Linux), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
         wrappers: put around each env, the first innermost: callables from env to env, or "module:Name".
         autoreset: "next_step", "same_step" or "disabled", as Gymnasium defines them.
         step_timeout: seconds that one step, reset or call of one env may take; a worker that takes longer is killed.
         make_timeout: seconds that making one env may take; default: `step_timeout`.
-        on_failure: what an env's failure does: "raise" an error, "restart" what failed, or "mask" it out; once all are
-            masked out, stepping and resetting them raises. After an error only a whole `reset()` works.
+        on_failure: what an env's failure does: "raise" an error, or "restart" what failed. After an error reset first.
         max_restarts: per env, after which a failure raises; as does a fourth failure in one operation.
         check_nan: a reward that is NaN or infinite, or an observation with NaN, is a failure of its env.
-        threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).
         copy: return copies of observations, or views that the next step overwrites.
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
         **unknown: none; the error says which argument was meant.
@@ -100,9 +97,11 @@ def make_vec(
     options = Options(
         backend, num_workers=num_workers, start_method=start_method, autoreset=autoreset_mode(autoreset),
         step_timeout=step_timeout, make_timeout=make_timeout, on_failure=on_failure, max_restarts=max_restarts,
-        check_nan=check_nan, threads=threads, copy=copy, ray_options=ray_options,
+        check_nan=check_nan, copy=copy, ray_options=ray_options,
     )  # fmt: skip
     if backend == "native":
+        from shoal.vector.backends.native import make_native
+
         native = make_native(env, num_envs, env_kwargs, wrappers, options)
         return cast(VectorPool, native)  # it has the same interface
     env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
@@ -124,7 +123,6 @@ class Options:
     on_failure: OnFailure = "raise"
     max_restarts: int = 3
     check_nan: bool = True
-    threads: bool = False
     copy: bool = True
     ray_options: dict[str, Any] | None = None
 
@@ -133,14 +131,14 @@ class Options:
             raise ValueError(
                 f"no vector backend named {self.backend!r}.{did_you_mean(str(self.backend), BACKENDS)}"
             )
-        if self.on_failure not in ("raise", "restart", "mask"):
-            raise ValueError(f"on_failure must be 'raise', 'restart' or 'mask', got {self.on_failure!r}")
+        if self.on_failure not in get_args(OnFailure):
+            raise ValueError(f"on_failure must be 'raise' or 'restart', got {self.on_failure!r}")
         if self.start_method not in (None, *START_METHODS):
             method = self.start_method
             raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
         if self.num_workers is not None:
             check_whole(self.num_workers, "num_workers", 1)
-        for name in ("check_nan", "threads", "copy"):
+        for name in ("check_nan", "copy"):
             value = getattr(self, name)
             if not isinstance(value, bool | np.bool_):
                 raise TypeError(f"{name} must be True or False, got {value!r:.80}")
@@ -188,6 +186,20 @@ class Options:
         return self.step_timeout is not None or self.make_timeout is not None or self.on_failure != "raise"
 
 
+CONVERTERS = "pettingzoo.utils.conversions"
+"""Where its `parallel_env` functions are made."""
+
+
+def check_single_agent(env: Any) -> None:
+    """A `TypeError` for one of PettingZoo's environments, or its class, module or function `parallel_env`."""
+    made = getattr(env, "__name__", "") == "parallel_env" or getattr(env, "__module__", "") == CONVERTERS
+    if made or hasattr(env, "possible_agents") or hasattr(env, "parallel_env"):
+        raise TypeError(
+            f"make_vec takes environments of one agent, got {env!r}; use "
+            "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
+        )
+
+
 def _unknown_argument(name: str, value: Any) -> TypeError:
     """An error for an argument that `make_vec` does not have, with the one that was meant."""
     known = [field.name for field in fields(Options)] + ["env_kwargs", "wrappers", "num_envs"]
@@ -207,7 +219,6 @@ USED_BY = {
     "num_workers": ("process", "thread", "ray"),
     "start_method": ("process",),
     "make_timeout": ("process", "thread", "ray"),
-    "threads": ("process",),
     "ray_options": ("ray",),
 }
 """The backends that have a use for an option, if not all; "auto" may come to have, where "process" has."""
@@ -266,7 +277,7 @@ def open_workers(
         for worker in sorted(workers, key=lambda worker: worker.inline):
             worker.start()
         replies = collect(workers)  # the caller makes its own while the workers make theirs
-        raise_first([failure for reply in replies for failure in reply.failures])
+        raise_first(failures_of(replies))
         made = [item for reply in replies for item in reply.value]
         _check_distinct([item.identity for item in made])
         seen, acts = [item.observation_space for item in made], [item.action_space for item in made]
@@ -276,8 +287,7 @@ def open_workers(
         attach = Attach(len(env_fns), *layouts, options.autoreset, options.check_nan)
         buffers = attach.buffers()
         if any(isinstance(worker, ProcessWorker) for worker in workers):
-            nbytes = Buffers(len(env_fns), *layouts, text=True, memory=False).nbytes
-            block = shared_block(nbytes)
+            block = shared_block(Buffers(len(env_fns), *layouts, memory=False).nbytes)
             release = functools.partial(_release, block)
             attach.memory = block.name
             buffers = attach.buffers(block.buf)
@@ -294,7 +304,7 @@ def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options)
         return []
     limits = options.limits
     if plan.backend == "ray":
-        from shoal.vector.ray import ray_workers
+        from shoal.vector.backends.ray import ray_workers
 
         return [*ray_workers(env_fns, plan.workers, limits, options.ray_options or {})]
     parts = [(first + lo, env_fns[lo:hi]) for lo, hi in even_cuts(len(env_fns), plan.workers or len(env_fns))]
@@ -302,9 +312,7 @@ def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options)
         done = threading.Semaphore(0)
         return [ThreadWorker(done, lo, fns, limits) for lo, fns in parts]
     signals = Signals(len(parts), options.start_method)
-    return [
-        ProcessWorker(signals, k, lo, fns, limits, threads=plan.threads) for k, (lo, fns) in enumerate(parts)
-    ]
+    return [ProcessWorker(signals, k, lo, fns, limits) for k, (lo, fns) in enumerate(parts)]
 
 
 def _release(block: Any) -> None:
@@ -334,8 +342,6 @@ WORTH_WORKERS = 80e-6
 """Seconds that the steps of the environments which workers would take over must cost: waking them costs less."""
 WAITS = 0.5
 """A step that computes for less than this part of its time is waiting for something."""
-THREADS = 8
-"""Envs to a worker process that steps each in a thread, where that takes more processes than there are cores."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +363,6 @@ class Plan:
 
     backend: str
     workers: int = 0
-    threads: bool = False  # in worker processes, one for each env
     caller_share: int = 0
 
 
@@ -368,19 +373,19 @@ def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
         return Plan("serial", caller_share=n_envs)
     if options.backend in ("thread", "ray"):
         return Plan(options.backend, workers=min(workers or 0, n_envs))
-    if options.backend == "auto" and workers is None and not options.threads and not options.guarded:
+    if options.backend == "auto" and workers is None and not options.guarded:
         if n_envs == 1:
             return Plan("serial", caller_share=1)
         if (cost := try_env(env_fns[0])) is not None:
-            return choose(cost, n_envs)
-    default = n_envs if limited and not options.threads else default_workers(n_envs, options.threads)
-    return Plan("process", workers=min(workers or default, n_envs), threads=options.threads)
-
-
-def default_workers(n_envs: int, threads: bool, cpus: int | None = None) -> int:
-    """Worker processes by default: one per core, and with `threads` at least one per `THREADS` envs."""
-    cpus = available_cpus() if cpus is None else cpus
-    return min(max(cpus, n_envs // THREADS) if threads else cpus, n_envs)
+            free = free_cpus()
+            plan = choose(cost, n_envs, free)
+            logger.debug(
+                "backend='auto' is %r for %d environments of %.0f us a step, %d of %d cores free",
+                plan.backend, n_envs, cost.wall * 1e6, free, available_cpus(),
+            )  # fmt: skip
+            return plan
+    default = n_envs if limited else available_cpus()
+    return Plan("process", workers=min(workers or default, n_envs))
 
 
 def try_env(fn: EnvFn) -> StepCost | None:
@@ -414,19 +419,34 @@ def try_env(fn: EnvFn) -> StepCost | None:
     return StepCost(*sorted(times)[len(times) // 2]) if times else None
 
 
+LOAD_SAMPLES, LOAD_PAUSE = 10, 2e-3
+
+
+def free_cpus() -> int:
+    """Cores that this process may use and nobody else keeps busy now; at least 1."""
+    others: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux says how many threads want a core
+        for _ in range(LOAD_SAMPLES):
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+            others.append(int(running) - 1)  # without this one
+            time.sleep(LOAD_PAUSE)
+    busy = round(sum(others) / len(others)) if others else 0
+    return max(1, min(available_cpus(), (os.cpu_count() or 1) - busy))
+
+
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     """The plan for `n_envs` environments of this cost.
 
     Environments that mostly wait are stepped side by side in threads. Others stay with the caller where the steps that
-    workers would take over cost less than `WORTH_WORKERS`; else the caller steps its part, one of as many as there are
-    cores, and a worker on each other core the rest.
+    workers would take over cost less than `WORTH_WORKERS`, or no other core is free; else the caller steps its part,
+    one of as many as there are free cores, and a worker on each other one the rest.
 
     >>> choose(StepCost(1e-6, 1e-6), n_envs=4, cpus=2)
-    Plan(backend='serial', workers=0, threads=False, caller_share=4)
+    Plan(backend='serial', workers=0, caller_share=4)
     >>> choose(StepCost(5e-3, 1e-5), n_envs=32, cpus=2)
-    Plan(backend='thread', workers=31, threads=False, caller_share=1)
+    Plan(backend='thread', workers=31, caller_share=1)
     >>> choose(StepCost(2e-4, 2e-4), n_envs=32, cpus=2)
-    Plan(backend='process', workers=1, threads=False, caller_share=16)
+    Plan(backend='process', workers=1, caller_share=16)
     """
     cpus = available_cpus() if cpus is None else cpus
     parts = min(cpus, n_envs)

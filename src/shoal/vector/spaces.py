@@ -1,12 +1,15 @@
-"""How observations and actions of a space travel: flattened into leaf values, and rebuilt.
+"""How observations and actions of a space travel, and what callers may pass: seeds, masks, indices, time limits.
 
-Batching is the same rebuilding over columns; batches look exactly like those of `gymnasium.vector.SyncVectorEnv`.
+Values are flattened into leaf values, and rebuilt. Batching is the same rebuilding over columns; batches look exactly
+like those of `gymnasium.vector.SyncVectorEnv`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +17,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from shoal.core.data import deep_copy
 from shoal.core.errors import EnvError
+from shoal.core.seeding import derive_seed
 
 OBJECT = np.dtype(object)
 FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -152,41 +155,116 @@ def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
     return spaces.Tuple(tuple(all_spaces))
 
 
-# --- batches that somebody else made
-def check_actions(space: Space[Any], actions: Any, env_ids: Sequence[int]) -> Any:
-    """A copy of one action for each of these environments, in the dtype of their space.
+# --- what callers pass beside values of spaces
+Seeds = int | Sequence[int | None] | None
+
+
+def check_options(options: Any) -> dict[str, Any] | None:
+    """The options of a reset; a `TypeError` for what is no dict, in which no `reset_mask` can be looked for."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a dict or None, got {options!r:.80}")
+    return options  # type: ignore[return-value]
+
+
+def check_whole(value: Any, what: str, least: int) -> int:
+    """An int of a whole number of any kind.
 
     Raises:
-        ValueError: for another shape, dtype or index, which in a batch of C++ can end the process.
+        TypeError: for anything else, truth values included: as indices they would name other environments.
+        ValueError: if it is less than `least`.
     """
-    n_envs = len(env_ids)
-    if not isinstance(space, FIXED):
-        if not batch_space(space, n_envs).contains(actions):
-            raise ValueError(f"expected {n_envs} actions of {space}, got {actions!r}")
-        return deep_copy(actions)
-    array, shape = np.asarray(actions), (n_envs, *(space.shape or ()))
-    if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
-        raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
-    if not isinstance(space, spaces.Box):  # Boxes clip or scale as they like
-        start, end = _bounds(space)
-        wrong = ((array < start) | (array >= end)).reshape(n_envs, -1).any(axis=1)
-        if wrong.any():
-            raise ValueError(
-                f"expected actions in {space}, got others from environments {np.array(env_ids)[wrong].tolist()}"
-            )
-    return array.astype(space.dtype)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{what} must be a whole number, got {value!r:.80}")
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    return number
 
 
-def _bounds(space: Any) -> tuple[Any, Any]:
-    """The first index and the one after the last of every part of an action."""
-    if isinstance(space, spaces.Discrete):
-        return space.start, space.start + space.n
-    return (space.start, space.start + space.nvec) if isinstance(space, spaces.MultiDiscrete) else (0, 2)
+def check_limit(value: Any, what: str) -> Any:
+    """A number (infinity is one), or None for no limit, as it came.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for NaN, which would never be reached.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise TypeError(f"{what} must be a number or None, got {value!r:.80}")
+    if value is not None and value != value:
+        raise ValueError(f"{what} must be a number or None, got {value}")
+    return value
 
 
-def final_observations(layout: Layout, obs: Any, ended: Any) -> Any:
-    """A copy of the observation of each episode that ended, as Gymnasium has them in `final_obs`; else None."""
-    final = np.full(len(ended), None, dtype=object)
-    for i in np.flatnonzero(ended).tolist():
-        final[i] = layout.map(lambda rows, i=i: np.array(rows[i]), obs)  # type: ignore[misc]
-    return final
+def one_each(given: Any, n: int, word: str = "actions") -> list[Any]:
+    """A list of n actions, or whatever the `word` says.
+
+    Raises:
+        ValueError: for another number of them.
+        TypeError: for a number, text, dict or set: as many letters, or keys in any order, as environments are no batch.
+    """
+    try:
+        each = None if isinstance(given, str | bytes | dict | set | frozenset) else list(given)
+    except TypeError:  # a number
+        each = None
+    if each is None:
+        raise TypeError(
+            f"expected one {word[:-1]} for each of {n} environments, got the single {given!r:.80}"
+        )
+    if len(each) != n:
+        raise ValueError(f"expected {n} {word}, one for each environment, got {len(each)}")
+    return each
+
+
+def groups(seed: int, n_groups: int, group_size: int, *, iteration: int = 0) -> list[int]:
+    """Seeds for `reset` in which the environments of a group start alike and groups differ.
+
+    Group g holds environments `g * group_size … (g + 1) * group_size - 1`.
+
+    >>> a, b, c, d = groups(7, n_groups=2, group_size=2)
+    >>> a == b, c == d, a == c
+    (True, True, False)
+    """
+    if n_groups < 1 or group_size < 1:
+        raise ValueError(f"n_groups and group_size must be at least 1, got {n_groups} and {group_size}")
+    return [derive_seed(seed, "env", iteration, g) for g in range(n_groups) for _ in range(group_size)]
+
+
+def plain_seed(seed: Any) -> int | None:
+    """A seed as environments take it, whatever kind of whole number it is."""
+    try:
+        return None if seed is None else operator.index(seed)
+    except TypeError:
+        raise TypeError(f"a seed must be a whole number or None, got {seed!r:.80}") from None
+
+
+def seeds_per_env(seed: Seeds, n_envs: int) -> list[int | None]:
+    """One seed per environment: of an int `seed + i`, of a sequence its own."""
+    if not isinstance(seed, Iterable) or isinstance(seed, bytes | dict | set | frozenset):
+        first = plain_seed(seed)
+        return [None if first is None else first + i for i in range(n_envs)]
+    seeds = [plain_seed(item) for item in seed]
+    if len(seeds) != n_envs:
+        raise ValueError(
+            f"If seeds are passed as a list the length must match num_envs={n_envs} but got "
+            f"length={len(seeds)}."
+        )
+    return seeds
+
+
+def check_mask(mask: Any, n_envs: int) -> Any:
+    """`options["reset_mask"]` as Gymnasium wants it."""
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (n_envs,):
+        raise ValueError(f"`options['reset_mask']` must have shape `({n_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(  # (its users look for Gymnasium's words)
+            "`options['reset_mask']` must contain a boolean array with at least one True value, "
+            f"got reset_mask={mask}"
+        )
+    return mask

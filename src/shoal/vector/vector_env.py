@@ -1,8 +1,7 @@
 """Many environments behind one `gymnasium.vector.VectorEnv`, on any kind of worker.
 
 Every operation goes the same way: commands for the workers, one wait for their replies, failures dealt with, one
-batch. An operation that was broken off (an env's exception, Ctrl-C, a timeout of a wait) leaves a vector env that only
-a whole `reset()` and `close()` can follow.
+batch. Whatever it raises (an env's exception, Ctrl-C, a timeout of a wait), its environments have to be reset first.
 """
 
 from __future__ import annotations
@@ -27,16 +26,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import EnvError, WorkerTimeoutError
 from shoal.core.workers import dumps
-from shoal.vector.arguments import (
-    Seeds,
-    check_limit,
-    check_mask,
-    check_options,
-    check_whole,
-    one_each,
-    plain_seed,
-    seeds_per_env,
-)
 from shoal.vector.buffers import (
     Buffers,
     Observations,
@@ -46,19 +35,15 @@ from shoal.vector.buffers import (
     write_actions,
     write_some,
 )
-from shoal.vector.env_group import (
-    NOTHING,
-    STEP_ALL,
-    Apply,
-    Attach,
-    Command,
-    Reply,
-    Reset,
-    Step,
-    call_attribute,
-    ids_of,
+from shoal.vector.env_group import call_attribute
+from shoal.vector.failures import (
+    FailurePolicy,
+    OnFailure,
+    describe,
+    failures_of,
+    raise_first,
+    worker_error_of,
 )
-from shoal.vector.failures import Failure, OnFailure, describe, raise_first
 from shoal.vector.infos import (
     FINAL_IN_BUFFER,
     EnvInfo,
@@ -69,8 +54,29 @@ from shoal.vector.infos import (
     batch_infos,
     by_env,
 )
-from shoal.vector.recovery import FailurePolicy, Pending
-from shoal.vector.workers import DeadlineError, Worker, collect, wait_for
+from shoal.vector.messages import (
+    NOTHING,
+    STEP_ALL,
+    Apply,
+    Attach,
+    Command,
+    Failure,
+    Reply,
+    Reset,
+    Step,
+    ids_of,
+)
+from shoal.vector.spaces import (
+    Seeds,
+    check_limit,
+    check_mask,
+    check_options,
+    check_whole,
+    one_each,
+    plain_seed,
+    seeds_per_env,
+)
+from shoal.vector.workers import DeadlineError, Pending, Worker, collect, wait_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,6 +150,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.on_failure = on_failure
         self._remembers = on_failure != "raise"
         """Whether it knows what environments showed last, for those that are replaced."""
+        self.worker_of = [worker for worker in self.workers for _ in range(worker.count)]
+        self.undone: dict[int, Failure | None] = {}
+        """Environments that have to be reset before anything else, each with the failure that took its worker along;
+        None where a call raised."""
         self.autoreset_mode = attach.autoreset
         self.metadata = {**description.metadata, "autoreset_mode": attach.autoreset}
         self.render_mode, self.spec = description.render_mode, description.spec
@@ -156,15 +166,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.same_step = attach.autoreset is AutoresetMode.SAME_STEP
         self.shown = Observations(buffers, copy=copy)
         self._policy = FailurePolicy(self, attach, max_restarts)
-        self.active = self._policy.active
-        """False for environments that were masked out after a failure."""
         self._state: str | None = None  # the operation between `*_async` and `*_wait`
         self._pending: Pending = []
-        self._chosen: Sequence[int] = ()  # the environments that the pending step is for
-        # Sent and not received: the command of each worker, and its environments.
-        self._in_flight: dict[Worker, tuple[Command, list[int]]] = {}
-        self._broken = ""  # why only a whole reset can follow
-        self._undone: set[int] = set()  # of a `step_some` or `reset_some` that raised: to be reset first
+        # Sent and not received: the command of each worker.
+        self._in_flight: dict[Worker, Command] = {}
         self._calls: dict[str, object] = {}
         self._steps, self._seconds, self._step_began = 0, 0.0, 0.0
         self._pid = None if all(worker.inline for worker in workers) else os.getpid()
@@ -188,14 +193,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return self._pid is not None and self._pid != os.getpid()
 
     def _check_idle(
-        self,
-        operation: str,
-        *,
-        whole_reset: bool = False,
-        flying: bool = False,
-        steps: Iterable[int] = (),
+        self, operation: str, ids: Iterable[int] = (), *, flying: bool = False, whole_reset: bool = False
     ) -> None:
-        """Refuse what cannot begin now; `steps` are the environments that it would step."""
+        """Refuse what cannot begin now; `ids` are environments of which it is no reset."""
         self._check_open()
         if self._state is not None:
             begun = f"{operation}_async" if operation in ("reset", "step", "call") else operation
@@ -203,41 +203,38 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Calling `{begun}` while waiting for a pending call to `{self._state}` to complete.",
                 self._state,
             )
-        if self._broken and not whole_reset:
-            raise EnvError(f"{self._broken}: reset() all environments before `{operation}`")
-        if self._undone and (undone := sorted(self._undone.intersection(steps))):
-            raise EnvError(
-                f"the last call that stepped or reset environments {undone} failed: reset() these first"
-            )
+        if self.undone and (undone := [i for i in ids if i in self.undone]):
+            if (failure := self.undone[undone[0]]) is not None:
+                note = f"env {undone[0]} was replaced with its worker: reset() it before `{operation}`"
+                raise worker_error_of(failure, note)
+            which = "all environments" if len(undone) == self.num_envs else f"environments {undone}"
+            raise EnvError(f"the last call failed or was interrupted: reset() {which} before `{operation}`")
         if self._in_flight and not (flying or whole_reset):
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while environments {self.in_flight[:8]} are in flight; `recv` them.",
                 "recv",
             )
 
-    @contextlib.contextmanager
-    def _breaking(self, operation: str) -> Any:
-        """If this block raises, only a reset of all environments can follow."""
-        self._broken = f"the last {operation} failed or was interrupted"
-        yield
-        self._broken = ""
+    def _break_off(self, pending: Pending) -> None:
+        """Have the environments of a call that raises, and those whose worker it left at work or lost, reset first."""
+        for worker, command in pending:
+            whole = worker.command is not None or worker.lost is not None
+            for i in worker.ids if whole else ids_of(worker, command):
+                self.undone[i] = None
 
     def _begin(self, operation: str, commands: Pending) -> None:
         """Send commands; `_end` waits for the replies."""
-        self._broken = f"the last {operation} failed or was interrupted"
-        self._pending = commands
-        for worker, command in commands:
-            worker.begin(command)
-        self._state = operation
+        self._pending, self._state = commands, operation
+        try:
+            for worker, command in commands:
+                worker.begin(command)
+        except BaseException:
+            self._state = None
+            self._break_off(commands)
+            raise
 
-    def _end(
-        self,
-        operation: str,
-        timeout: float | None,
-        take: Callable[[list[Reply], Pending], T],
-        some: Sequence[int] | None = None,
-    ) -> T:
-        """What `take` makes of the replies to what `_begin` began, which concerned all environments or `some`."""
+    def _end(self, operation: str, timeout: float | None, take: Callable[[list[Reply], Pending], T]) -> T:
+        """What `take` makes of the replies to what `_begin` began."""
         self._check_open()
         if self._state != operation:
             raise NoAsyncCallError(
@@ -246,48 +243,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if timeout is not None:
             check_limit(timeout, "timeout")
         try:
-            replies = collect([worker for worker, _ in self._pending], timeout)
-            try:
-                result = take(replies, self._pending)
-            except Exception:
-                if (
-                    self._remembers and some is not None
-                ):  # those of lost workers are replaced when they are stepped
-                    self._broken = ""
-                    self._undone.update(some)
-                raise
-        except DeadlineError:
-            raise PendingTimeoutError(
-                f"The call to `{operation}_wait` has timed out after {timeout} second(s)."
-            ) from None
+            return take(collect([worker for worker, _ in self._pending], timeout), self._pending)
+        except BaseException as error:
+            self._break_off(self._pending)
+            if isinstance(error, DeadlineError):
+                raise PendingTimeoutError(
+                    f"The call to `{operation}_wait` has timed out after {timeout} second(s)."
+                ) from None
+            raise
         finally:
             self._state = None
-        self._broken = ""
-        return result
 
-    def _settle(self) -> None:
-        """Wait for workers that an interrupted operation left at work, and replace those that do not return."""
-        self._in_flight, self._pending = {}, []
-        busy = [worker for worker in self.workers if worker.command is not None]
-        for worker in busy:
-            if worker.inline:
-                worker.command = None
-        busy = [worker for worker in busy if not worker.inline]
-        seconds = max((worker.limits.step or SETTLE_SECONDS for worker in busy), default=0.0)
-        try:
-            wait_for(busy, time.monotonic() + seconds)
-        except DeadlineError:
-            late = [worker for worker in busy if not worker.answered()]
-            for worker in late:
-                if worker.can_be_killed:
-                    worker.lose(worker.failure("timeout", f"no answer within {seconds:g} s"))
-            threads = [worker for worker in late if not worker.can_be_killed]
-            if threads:
-                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in threads)
-                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
-                wait_for(threads)
-        for worker in busy:
-            worker.receive()
+    def by_worker(self, chosen: Iterable[int]) -> list[tuple[Worker, list[int]]]:
+        """Environments as (worker, positions in its group)."""
+        parts: dict[Worker, list[int]] = {}
+        for i in chosen:
+            worker = self.worker_of[i]
+            parts.setdefault(worker, []).append(i - worker.first)
+        return list(parts.items())
 
     # --- reset
     @one_at_a_time
@@ -320,14 +293,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         given = dict(zip(chosen, map(plain_seed, seeds), strict=True))
 
         def take(replies: list[Reply], pending: Pending) -> list[tuple[Any, Info]]:
-            infos = by_env(self._take(replies, pending))
-            if self._remembers:
-                self._policy.remember()
+            infos = by_env(self._taken(replies, pending))
             return [(self.shown.one(i), infos.get(i, {})) for i in chosen]
 
-        self._check_idle("reset_some", whole_reset=len(chosen) == int(self.active.sum()))
+        self._check_idle("reset_some", whole_reset=len(chosen) == self.num_envs)
         self._reset(given, options)
-        return self._end("reset", None, take, chosen)
+        return self._end("reset", None, take)
 
     def _begin_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
         options = check_options(options)
@@ -341,30 +312,54 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _reset(self, seeds: dict[int, int | None], options: dict[str, Any] | None) -> None:
         """Begin to reset these environments."""
-        if seeds:
-            self._policy.check_one_is_left()
-        alive = {i: seed for i, seed in sorted(seeds.items()) if self.active[i]}
-        if len(alive) == int(self.active.sum()):
-            self._broken = self._broken or "the last reset failed or was interrupted"
-            self._settle()
-            self._policy.replace_lost(alive)
-        self._undone.difference_update(alive)
-        for i, seed in alive.items():
-            self._policy.cut.pop(i, None)
+        self._in_flight = {}  # only where all are reset
+        self._begin("reset", self._resets(seeds, options))
+
+    def _resets(self, seeds: dict[int, int | None], options: dict[str, Any] | None) -> Pending:
+        """The commands that reset these environments; their workers are freed of what a broken-off call left."""
+        by_worker = self.by_worker(sorted(seeds))
+        for i in seeds:
+            self.undone.setdefault(i)
+        self._settle([worker for worker, _ in by_worker])
+        lost = [worker for worker, _ in by_worker if worker.lost is not None]
+        raise_first(self._policy.restart(lost))
+        for i in (i for worker in lost for i in worker.ids):
+            self._policy.replaced[i] += 1
+            if i in seeds and seeds[i] is None:
+                seeds[i] = self._policy.next_seed(i)
+        for i, seed in seeds.items():
             if seed is not None:
                 self._policy.seeds[i] = seed
-        self._begin(
-            "reset",
-            [
-                (worker, Reset(members, [alive[worker.first + j] for j in members], options))
-                for worker, members in self._policy.by_worker(alive)
-            ],
-        )
+        return [
+            (worker, Reset(members, [seeds[worker.first + j] for j in members], options))
+            for worker, members in by_worker
+        ]
+
+    def _settle(self, workers: Sequence[Worker]) -> None:
+        """Wait for those that a broken-off operation left at work, and give up those that do not return."""
+        busy = [worker for worker in workers if worker.command is not None]
+        for worker in busy:
+            if worker.inline:
+                worker.command = None
+        busy = [worker for worker in busy if not worker.inline]
+        seconds = max((worker.limits.step or SETTLE_SECONDS for worker in busy), default=0.0)
+        try:
+            wait_for(busy, time.monotonic() + seconds)
+        except DeadlineError:
+            late = [worker for worker in busy if not worker.answered()]
+            for worker in late:
+                if worker.can_be_killed:
+                    worker.lose(worker.failure("timeout", f"no answer within {seconds:g} s"))
+            threads = [worker for worker in late if not worker.can_be_killed]
+            if threads:
+                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in threads)
+                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
+                wait_for(threads)
+        for worker in busy:
+            worker.receive()
 
     def _reset_result(self, replies: list[Reply], pending: Pending) -> tuple[Any, Info]:
-        env_infos = self._take(replies, pending)
-        if self._remembers:
-            self._policy.remember()
+        env_infos = self._taken(replies, pending)
         return self.shown.batch(), batch_infos(self.num_envs, env_infos)
 
     # --- step
@@ -393,49 +388,32 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """`step_wait` with the infos as they came."""
 
         def take(replies: list[Reply], pending: Pending) -> tuple[Any, Any, Any, Any, list[EnvInfo]]:
-            env_infos = self._step_infos(replies, pending)
+            env_infos = self._taken(replies, pending)
             return (*self._arrays(), list(env_infos))
 
         return self._end("step", timeout, take)
 
     def _begin_step(self, actions: Any) -> None:
-        self._check_idle("step", steps=range(self.num_envs))
+        self._check_idle("step", range(self.num_envs))
         self._step_all(write_actions(self.buffers, actions))
 
     def _step_all(self, pickled: PickledActions) -> None:
         self._step_began = time.perf_counter()
         self.buffers.flags.fill(False)
-        self._chosen = range(self.num_envs)
-        if pickled or self._policy.cut or self._policy.masked_by is not None:
-            self._step(pickled)
+        if pickled:
+            everyone = [(worker, range(worker.count)) for worker in self.workers]
+            self._begin(
+                "step", [(worker, _step_of(worker, members, pickled)) for worker, members in everyone]
+            )
         else:
             self._begin("step", [(worker, STEP_ALL) for worker in self.workers])
 
-    def _step(self, pickled: PickledActions) -> None:
-        """Begin to step the chosen environments, except replaced and masked ones."""
-        if self._chosen:
-            self._policy.check_one_is_left()
-        going = [i for i in self._chosen if i not in self._policy.cut and self.active[i]]
-        commands = [
-            (worker, _step_of(worker, members, pickled)) for worker, members in self._policy.by_worker(going)
-        ]
-        self._begin("step", commands)
-
     def _step_result(self, replies: list[Reply], pending: Pending) -> tuple[Any, Any, Any, Any, Info]:
-        env_infos = self._step_infos(replies, pending)
+        env_infos = self._taken(replies, pending)
         result = (*self._arrays(), batch_infos(self.num_envs, env_infos) if env_infos else {})
         self._steps += 1
         self._seconds += time.perf_counter() - self._step_began
         return result
-
-    def _step_infos(self, replies: list[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
-        """The infos of a step, those of masked and replaced environments included."""
-        env_infos = self._take(replies, pending)
-        if self._policy.cut or self._policy.masked_by is not None:
-            env_infos = [*env_infos, *self._policy.left_out(self._chosen, env_infos)]
-        if self._remembers:
-            self._policy.remember()
-        return env_infos
 
     def _arrays(self) -> tuple[Any, Any, Any, Any]:
         """Observations, rewards, terminations and truncations."""
@@ -452,7 +430,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         chosen, actions = self._indices(indices, actions, "actions")
 
         def take(replies: list[Reply], pending: Pending) -> list[StepResult]:
-            infos = by_env(self._step_infos(replies, pending))
+            infos = by_env(self._taken(replies, pending))
             buffers = self.buffers
             flags = zip(
                 buffers.rewards[chosen].tolist(),
@@ -465,14 +443,21 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for i, paid in zip(chosen, flags, strict=True)
             ]
 
-        self._check_idle("step_some", steps=chosen)
+        self._check_idle("step_some", chosen)
         pickled = write_some(self.buffers, chosen, actions)
         self.buffers.terminated[chosen] = self.buffers.truncated[chosen] = False
-        self._chosen = sorted(chosen)
-        self._step(pickled)
-        return self._end("step", None, take, chosen)
+        parts = self.by_worker(sorted(chosen))
+        self._begin("step", [(worker, _step_of(worker, members, pickled)) for worker, members in parts])
+        return self._end("step", None, take)
 
     # --- replies
+    def _taken(self, replies: Sequence[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
+        """What `_take` gives; what is shown now is remembered."""
+        env_infos = self._take(replies, pending)
+        if self._remembers:
+            self._policy.remember()
+        return env_infos
+
     def _take(self, replies: Sequence[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
         """Read the replies to a reset or step, apply the failure policy, and return the infos."""
         failures = [failure for reply in replies for failure in reply.failures]
@@ -487,9 +472,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif reply.env_infos:
                 env_infos += reply.env_infos
         if tables:
-            table = None if env_infos or failures else InfoTable.joined(tables, self.num_envs)
-            if table is not None:
-                return table
+            joined = None if env_infos or failures or self.undone else InfoTable.joined(tables, self.num_envs)
+            if joined is not None:
+                return joined
             env_infos += itertools.chain.from_iterable(tables)
         if self.same_step and env_infos:
             env_infos = [
@@ -498,6 +483,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             ]
         if failures:
             env_infos = self._policy.recover(failures, env_infos, pending)
+        for worker, command in pending if self.undone else ():
+            for i in ids_of(worker, command) if isinstance(command, Reset) else ():
+                self.undone.pop(i, None)
         return env_infos
 
     # --- methods and attributes of the environments
@@ -505,7 +493,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; one result per environment."""
         self._begin_call(name, args, kwargs)
-        return self._end_call(None)
+        return tuple(self._answers(None).values())
 
     @one_at_a_time
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
@@ -514,18 +502,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     @one_at_a_time
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, in the order of the environments; None for those that were masked out."""
-        return self._end_call(timeout)
+        """The results of `call_async`, in the order of the environments."""
+        return tuple(self._answers(timeout).values())
 
     def _begin_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in ("reset", "step", "close"):
             raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
-        given: dict[int, Any] = dict.fromkeys(self._active(), (name, args, kwargs))
+        given: dict[int, Any] = dict.fromkeys(range(self.num_envs), (name, args, kwargs))
         self._begin_apply("call", f"call {name}", call_attribute, given)
-
-    def _end_call(self, timeout: float | None) -> tuple[Any, ...]:
-        answers = self._answers(timeout)
-        return tuple(answers.get(i) for i in range(self.num_envs))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment."""
@@ -539,7 +523,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(
                 f"values must be a list or tuple of one value per environment ({self.num_envs}), got {len(each)}"
             )
-        given: dict[int, Any] = {i: ("set_wrapper_attr", (name, each[i]), {}) for i in self._active()}
+        given: dict[int, Any] = {i: ("set_wrapper_attr", (name, value), {}) for i, value in enumerate(each)}
         self._begin_apply("set_attr", f"set {name}", call_attribute, given)
         self._answers(None)
 
@@ -560,10 +544,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, operation: str, doing: str, function: Callable[..., Any], args: Mapping[int, Sequence[Any]]
     ) -> None:
         """Begin something with the envs that have `args`."""
-        self._check_idle(operation)
+        self._check_idle(operation, args)
         commands = [
             (worker, Apply(doing, function, [args[worker.first + j] for j in members], members))
-            for worker, members in self._policy.by_worker(args)
+            for worker, members in self.by_worker(args)
         ]
         for worker, command in commands:
             if not worker.inline:
@@ -571,15 +555,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin("call", commands)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
-        """The result of a call for each env."""
+        """The result of a call for each env; one that raises leaves episodes as they are, but for lost workers."""
         failures: list[Failure] = []
 
         def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:
-            failures.extend([failure for reply in replies for failure in reply.failures])
+            failures.extend(failures_of(replies))
+            self._break_off([(worker, command) for worker, command in pending if worker.lost is not None])
             answers: dict[int, Any] = {}
             for (worker, command), reply in zip(pending, replies, strict=True):
-                if reply.value is not None:
-                    answers.update(zip(ids_of(worker, command), reply.value, strict=True))
+                answers.update(zip(ids_of(worker, command), reply.value or (), strict=False))
             return answers
 
         answers = self._end("call", timeout, take)
@@ -607,46 +591,32 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         They are all those of one or more workers: `num_workers=num_envs` makes each env a unit of its own.
         """
-        ids, actions, workers = self._units("send", env_ids, actions, "actions", steps=env_ids)
+        ids, actions, workers = self._units("send", env_ids, actions, "actions")
+        self._check_idle("send", ids, flying=True)
         pickled = write_some(self.buffers, ids, actions)
         self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
-        for worker in workers:
-            members = [i - worker.first for i in worker.ids if self.active[i] and i not in self._policy.cut]
-            self._dispatch(worker, _step_of(worker, members, pickled))
+        self._dispatch([(worker, _step_of(worker, range(worker.count), pickled)) for worker in workers])
 
     @one_at_a_time
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
         """Begin to reset these environments, all those of one or more workers; `recv` returns them."""
         ids = list(env_ids)
-        given = [None] * len(ids) if seeds is None else seeds
-        if whole := self._broken != "" and set(self._active()).issubset(ids):
-            self._settle()
-        ids, given, workers = self._units("send_reset", ids, given, "seeds", whole_reset=whole)
-        by_id = dict(zip(ids, map(plain_seed, given), strict=True))
-        if whole:
-            self._policy.replace_lost(by_id)
-        self._undone.difference_update(ids)
-        for i, seed in by_id.items():
-            self._policy.cut.pop(i, None)
-            self._policy.seeds[i] = self._policy.seeds[i] if seed is None else seed
-        for worker in workers:
-            members = [i - worker.first for i in worker.ids if self.active[i]]
-            each = [by_id[worker.first + j] for j in members]
-            self._dispatch(worker, Reset(members, each, None))
+        ids, given, _ = self._units("send_reset", ids, [None] * len(ids) if seeds is None else seeds, "seeds")
+        self._dispatch(self._resets(dict(zip(ids, map(plain_seed, given), strict=True)), None))
 
     def _units(
-        self, operation: str, env_ids: Sequence[int], given: Sequence[Any], word: str, **begins: Any
+        self, operation: str, env_ids: Sequence[int], given: Sequence[Any], word: str
     ) -> tuple[list[int], list[Any], list[Worker]]:
         """The ids, what is given for each, and their workers: idle ones, of which they are all environments."""
-        self._check_idle(operation, flying=True, **begins)
+        self._check_idle(operation, flying=True)
         ids, each = self._indices(env_ids, given, word)
-        workers = list(dict.fromkeys(self._policy.worker_of[i] for i in ids))
-        flying = [i for i in ids if self._policy.worker_of[i] in self._in_flight]
+        workers = list(dict.fromkeys(self.worker_of[i] for i in ids))
+        flying = [i for i in ids if self.worker_of[i] in self._in_flight]
         if flying:
             raise ValueError(
                 f"environments {flying} are still in flight: recv them before sending them again"
             )
-        missing = sorted({i for worker in workers for i in worker.ids if self.active[i]}.difference(ids))
+        missing = sorted({i for worker in workers for i in worker.ids}.difference(ids))
         if missing:
             raise ValueError(
                 f"environments {missing} share a worker with some of these and must be sent with them; "
@@ -654,10 +624,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
         return ids, each, workers
 
-    def _dispatch(self, worker: Worker, command: Any) -> None:
-        with self._breaking("send"):
-            worker.begin(command)
-            self._in_flight[worker] = command, [i for i in worker.ids if self.active[i]]
+    def _dispatch(self, commands: Pending) -> None:
+        try:
+            for worker, command in commands:
+                worker.begin(command)
+                self._in_flight[worker] = command
+        except BaseException:
+            self._break_off([(w, command) for w, command in commands if w not in self._in_flight])
+            raise
 
     @one_at_a_time
     def recv(self, min_envs: int = 1, timeout: float | None = None) -> Ready:
@@ -666,7 +640,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         After `timeout` seconds it returns what there is, perhaps nothing.
 
         Raises:
-            Exception: an environment failed and nothing replaces it; then `reset()` begins anew.
+            Exception: an environment failed and nothing replaces it: those that were ready have to be reset first.
         """
         self._check_idle("recv", flying=True)
         check_whole(min_envs, "min_envs", 1)
@@ -676,35 +650,35 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(DeadlineError):
             wait_for(list(self._in_flight), deadline, min(min_envs, len(self.in_flight)))
-        with self._breaking("recv"):
-            landed = {
-                worker: self._in_flight.pop(worker) for worker in list(self._in_flight) if worker.answered()
-            }
-            pending: Pending = [(worker, command) for worker, (command, _) in landed.items()]
-            ids = [i for _, ids in landed.values() for i in ids]
-            env_infos = list(self._take([worker.receive() for worker in landed], pending))
-            env_infos += self._policy.left_out(ids, env_infos)
-            if self._remembers:
-                self._policy.remember(ids)
-            buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(env_infos)
-            return Ready(
-                chosen,
-                buffers.observations.rebuild(self.shown.some(ids)),
-                buffers.rewards[chosen],
-                buffers.terminated[chosen],
-                buffers.truncated[chosen],
-                [infos.get(i, {}) for i in ids],
-            )
+        pending: Pending = [
+            (worker, command) for worker, command in self._in_flight.items() if worker.answered()
+        ]
+        try:
+            for worker, _ in pending:
+                del self._in_flight[worker]
+            env_infos = self._take([worker.receive() for worker, _ in pending], pending)
+        except BaseException:
+            self._break_off(pending)
+            raise
+        ids = [i for worker, _ in pending for i in worker.ids]
+        if self._remembers:
+            self._policy.remember(ids)
+        buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(env_infos)
+        return Ready(
+            chosen,
+            buffers.observations.rebuild(self.shown.some(ids)),
+            buffers.rewards[chosen],
+            buffers.terminated[chosen],
+            buffers.truncated[chosen],
+            [infos.get(i, {}) for i in ids],
+        )
 
     @property
     def in_flight(self) -> list[int]:
         """The environments that were sent and not received."""
-        return sorted(i for _, ids in self._in_flight.values() for i in ids)
+        return sorted(i for worker in self._in_flight for i in worker.ids)
 
     # --- what is known
-    def _active(self) -> list[int]:
-        return np.flatnonzero(self.active).tolist()
-
     def _indices(
         self, indices: Sequence[int], partners: Sequence[Any], word: str
     ) -> tuple[list[int], list[Any]]:
@@ -713,9 +687,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         each = one_each(partners, len(chosen), word)
         if len(set(chosen)) != len(chosen) or any(i >= self.num_envs for i in chosen):
             raise ValueError(f"indices must be different numbers in [0, {self.num_envs}), got {chosen}")
-        masked = [i for i in chosen if not self.active[i]]
-        if masked:
-            raise ValueError(f"environments {masked} were masked out after a failure")
         return chosen, each
 
     def observations(self) -> Any:
@@ -733,7 +704,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             "step_seconds": self._seconds / self._steps if self._steps and self._state is None else math.nan,
             "restarts": list(self._policy.replaced),
             "failures": list(self._policy.failed),
-            "active": int(self.active.sum()),
             "workers": [row for worker in self.workers if (row := worker.stats())],
         }
 
@@ -766,13 +736,11 @@ class SerialVectorEnv(VectorPool):
     @one_at_a_time
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
         """Step every environment with its action."""
-        self._check_idle("step", steps=range(self.num_envs))
+        self._check_idle("step", range(self.num_envs))
         buffers = self.buffers
         target = plain_target(buffers)
         if (
-            self._policy.masked_by is not None
-            or self._policy.cut
-            or target is None
+            target is None
             or type(actions) is not np.ndarray
             or actions.dtype != target.dtype
             or actions.shape != target.shape
@@ -780,20 +748,22 @@ class SerialVectorEnv(VectorPool):
             self._step_all(write_actions(buffers, actions))
             return self._end("step", None, self._step_result)
         began = time.perf_counter()
-        self._broken = "the last step failed or was interrupted"
-        buffers.flags.fill(False)
         worker = self.workers[0]
         assert worker.group is not None
-        given = list(actions if actions.ndim == 1 else actions.copy())
-        reply = worker.group.step(given)
         infos: Info = {}
-        if reply is not NOTHING:
-            env_infos = self._take([reply], [(worker, Step(None, {}, given))])
-            infos = batch_infos(self.num_envs, env_infos) if env_infos else {}
-        result = (*self._arrays(), infos)
-        if self._remembers:
-            self._policy.remember()
-        self._broken = ""
+        try:
+            buffers.flags.fill(False)
+            given = list(actions if actions.ndim == 1 else actions.copy())
+            reply = worker.group.step(given)
+            if reply is not NOTHING:
+                env_infos = self._take([reply], [(worker, Step(None, {}, given))])
+                infos = batch_infos(self.num_envs, env_infos) if env_infos else {}
+            result = (*self._arrays(), infos)
+            if self._remembers:
+                self._policy.remember()
+        except BaseException:
+            self._break_off([(worker, STEP_ALL)])
+            raise
         self._steps += 1
         self._seconds += time.perf_counter() - began
         return result

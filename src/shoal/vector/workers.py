@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import platform
+import queue
 import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shoal.core.errors import ConfigError, safe_repr
+from shoal.core.executors import available_cpus
 from shoal.core.workers import (
+    PRELOAD,
     StartMethod,
     WorkerProcess,
     default_start_method,
@@ -24,40 +30,39 @@ from shoal.core.workers import (
     process_state,
 )
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.buffers import Buffers, TextBuffer, read
-from shoal.vector.env_group import (
-    LOADING,
+from shoal.vector.buffers import Buffers, read
+from shoal.vector.env_group import LOADING, EnvGroup
+from shoal.vector.loop import (
+    ANSWER,
+    COMMAND,
+    PROGRESS,
+    SMALL,
+    STARTED,
+    TO_CALLER,
+    TO_WORKER,
+    WORDS,
+    Patience,
+    serve,
+    unpacked,
+)
+from shoal.vector.messages import (
     STEP_ALL,
     Attach,
     Close,
-    EnvGroup,
+    Failure,
     Make,
     Rebuild,
     Reply,
     Reset,
     Step,
+    from_exception,
     ids_of,
-)
-from shoal.vector.failures import Failure, from_exception, where_it_was
-from shoal.vector.infos import InfoTable
-from shoal.vector.threads import GroupThread, copy_rows, rows_of, with_actions
-from shoal.vector.worker_process import (
-    ANSWER,
-    COMMAND,
-    IN_MEMORY,
-    INFOS,
-    PROGRESS,
-    SMALL,
-    STARTED,
-    TEXT,
-    TO_CALLER,
-    TO_WORKER,
-    WORDS,
-    InfoNumbers,
-    serve,
-    unpacked,
+    where_it_was,
 )
 
+PRELOAD.append("shoal.vector.loop")
+ORDERED = platform.machine() in ("x86_64", "i686")
+"""Whether who sees a word in shared memory sees all that was written ahead of it; elsewhere pipes carry the answers."""
 LOADING_SECONDS = 60.0
 """Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
 END_SECONDS = 2.0
@@ -90,8 +95,6 @@ class Worker:
 
     inline = True
     can_be_killed = True
-    side_by_side = False
-    """Its environments work at the same time, or it is unknown which of them does."""
 
     def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS) -> None:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
@@ -166,7 +169,7 @@ class Worker:
     def overdue(self, now: float) -> float | None:
         """The time limit that the env at work has exceeded, if so."""
         limit = self.limits.make if isinstance(self.command, Make | Rebuild) else self.limits.step
-        if limit is None or isinstance(self.command, Close):
+        if limit is None or isinstance(self.command, Attach | Close):
             return None
         at = self.progress()
         if at == LOADING:
@@ -201,16 +204,17 @@ class Worker:
         """That it is gone."""
         return self.failure("died", "its thread ended")
 
+    def asked(self) -> list[int]:
+        """The environments that its command concerns."""
+        return list(self.ids if self.command is None else ids_of(self, self.command)) or [self.first]
+
     def failure(self, kind: str, summary: str) -> Failure:
         """A failure of the env at work, with what its process said."""
         at = self.progress()
-        asked = list(self.ids if self.command is None else ids_of(self, self.command)) or [self.first]
+        asked = self.asked()
         env = self.first + at if self.first + at in asked else asked[0]
         doing = self.command.doing if self.command is not None else "wait"
         stack = self.stack()
-        if self.side_by_side and len(asked) > 1:
-            others = [str(i) for i in asked if i != env]
-            summary += f" (or it was the fault of env {', '.join(others[:8])}, at work at the same time)"
         action = safe_repr(self._action_of(env))
         return Failure(env, doing, summary + where_it_was(stack), stack, action, self.pid, None, kind)
 
@@ -309,8 +313,68 @@ def attach_all(workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> l
     return [failure for reply in collect(workers) for failure in reply.failures]
 
 
+Pending = list[tuple[Worker, Any]]
+"""Workers and their commands."""
+
+# --- rows of a group that has buffers of its own
+Rows = tuple[Sequence[Any], Any, Any, Any, Any]
+"""Observations by leaf, rewards, terminated, truncated, final observations: `[count, ...]` each."""
+
+
+def rows_of(own: Buffers) -> Rows:
+    """What a group wrote into buffers of its own."""
+    return own.obs, own.rewards, own.terminated, own.truncated, own.final
+
+
+def copy_rows(rows: Rows, members: Sequence[int] | None, buffers: Buffers, first: int, count: int) -> None:
+    """Copy the rows that a step or reset of some members wrote to where the caller looks."""
+    obs, rewards, terminated, truncated, final = rows
+    chosen: Any = slice(None) if members is None else np.asarray(members, dtype=np.intp)
+    ids: Any = slice(first, first + count) if members is None else first + chosen
+    for target, source in zip(buffers.obs, obs, strict=True):
+        if source is not None:
+            target[ids] = source[chosen]
+    buffers.rewards[ids] = rewards[chosen]
+    buffers.terminated[ids], buffers.truncated[ids] = terminated[chosen], truncated[chosen]
+    if final is not None and buffers.final is not None:
+        buffers.final[ids] = final[chosen]
+
+
+def with_actions(command: Any, buffers: Buffers | None, first: int, count: int) -> Any:
+    """The command as a group with buffers of its own gets it: a step brings its actions along."""
+    if not isinstance(command, Step) or command.actions is not None:
+        return command
+    assert buffers is not None
+    members = range(count) if command.members is None else command.members
+    return Step(command.members, {}, read(buffers, first, members, command.pickled))
+
+
+class GroupThread:
+    """A thread that executes the commands of one group, one after the other; `done` is released at every reply."""
+
+    def __init__(self, group: EnvGroup, done: threading.Semaphore) -> None:
+        self.group, self._done = group, done
+        self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.replies: list[Reply] = []
+        self.thread = threading.Thread(target=self._serve, name=f"shoal-envs-{group.first}", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        command: Any = None
+        while not isinstance(command, Close):
+            command = self.commands.get()
+            if isinstance(command, Attach):
+                own = command.buffers(n_envs=self.group.count)
+                self.group.attach(own, command.autoreset, command.check_nan)
+                reply = Reply()
+            else:
+                reply = self.group.run(command)
+            self.replies.append(reply)
+            self._done.release()
+
+
 class ThreadWorker(Worker):
-    """A group in a thread of the caller's process."""
+    """A group in a thread of the caller's process, for environments that wait: HTTP, browsers, simulators."""
 
     inline = can_be_killed = False
 
@@ -323,8 +387,7 @@ class ThreadWorker(Worker):
 
     def _start(self) -> None:
         self.begin_close()  # a thread that hangs cannot be killed: a fresh one takes its place
-        group = EnvGroup(self.env_fns, self.first, [LOADING])
-        self._thread = GroupThread(group, self._done, f"shoal-envs-{self.first}")
+        self._thread = GroupThread(EnvGroup(self.env_fns, self.first, [LOADING]), self._done)
 
     def _send(self, command: Any) -> None:
         assert self._thread is not None
@@ -341,6 +404,7 @@ class ThreadWorker(Worker):
 
     def _receive(self) -> Reply:
         assert self._thread is not None
+        self._done.acquire(False)  # one signal per answer, so that they do not pile up
         if isinstance(self.command, Step | Reset) and self.buffers is not None:
             rows = rows_of(self._thread.group.buffers)
             copy_rows(rows, self.command.members, self.buffers, self.first, self.count)
@@ -383,31 +447,25 @@ class Signals:
         self.context: Any = multiprocessing.get_context(self.method)
         self.words = self.context.RawArray("I", n_workers * WORDS)
         self.view = memoryview(self.words).cast("B").cast("I")
-        self.done = None if portable() else self.context.Semaphore(0)
+        self.done = self.context.Semaphore(0) if ORDERED and not portable() else None
+        cores = available_cpus()
+        self.lookers = cores - 1  # workers that look before they sleep: a core is left for the caller
+        self.patience = Patience() if n_workers < cores else None
 
 
 class ProcessWorker(Worker):
-    """A group in a worker process; with `threads`, each of its environments in a thread there."""
+    """A group in a worker process."""
 
     inline = False
 
     def __init__(
-        self,
-        signals: Signals,
-        number: int,
-        first: int,
-        env_fns: Sequence[EnvFn],
-        limits: Limits,
-        *,
-        threads: bool = False,
+        self, signals: Signals, number: int, first: int, env_fns: Sequence[EnvFn], limits: Limits
     ) -> None:
         super().__init__(first, env_fns, limits)
-        self._signals, self.number, self.side_by_side = signals, number, threads
+        self._signals, self.number = signals, number
         self._words = signals.view[number * WORDS : (number + 1) * WORDS]
         self._asked = 0
         self._begin: Any = None
-        self._texts: dict[int, TextBuffer] = {}
-        self._numbers = InfoNumbers()
         self._state: dict[str, Any] | None = None
         self.process: WorkerProcess | None = None
 
@@ -419,23 +477,19 @@ class ProcessWorker(Worker):
         if signals.done is not None:
             self._begin = signals.context.Semaphore(0)
             semaphores = self._begin, signals.done
-        args = (signals.words, self.number, semaphores, self.first, self.side_by_side)
+        looks = self.number < signals.lookers
+        args = (signals.words, self.number, semaphores, looks, self.first)
         self._state = self._state or process_state()  # relative names mean the same when it is started anew
         self.process = WorkerProcess(serve, args, signals.method, self._state)
 
-    def attach(self, buffers: Buffers) -> None:
-        """Know where its results go."""
-        super().attach(buffers)
-        self._texts = TextBuffer.of(buffers, self.first, self.count)
-        self._numbers = InfoNumbers(buffers, self.first, self.count)
-
     def _send(self, command: Any) -> None:
-        if command is STEP_ALL:
-            data = b""
-        elif isinstance(command, Make):
-            data = dumps(Make(dumps_env_fns(command.env_fns)))
-        else:
-            data = dumps(command)
+        try:
+            if isinstance(command, Make):
+                command = Make(dumps_env_fns(command.env_fns))
+            data = b"" if command is STEP_ALL else dumps(command)
+        except BaseException:  # what cannot be sent was not begun
+            self.command = None
+            raise
         assert self.process is not None
         if self._begin is not None:
             self._asked += 1
@@ -460,8 +514,10 @@ class ProcessWorker(Worker):
 
     def wait(self, workers: Sequence[Any], seconds: float) -> None:
         """Sleep until one of these may have answered, or so many seconds."""
-        if self._signals.done is not None:
-            self._signals.done.acquire(True, seconds)
+        if (done := self._signals.done) is not None:
+            patience = self._signals.patience
+            if patience is None or not patience.take(done.acquire):
+                done.acquire(True, seconds)
         else:
             connection.wait([worker.process.pipe for worker in workers], seconds)
 
@@ -477,22 +533,13 @@ class ProcessWorker(Worker):
                 self.process.wait(1.0)
                 self.lose(self.death())
                 return Reply()
-        in_memory = self._words[IN_MEMORY]
-        if not data and not in_memory:
+        if not data:
             return Reply()
         try:
-            reply = unpacked(data) if data else Reply()
+            return unpacked(data)
         except Exception as error:  # what its environments gave cannot be read here
             self.lose(from_exception(self.first, f"reading its reply to {self.command.doing}", error))
             return Reply()
-        if in_memory & TEXT:
-            for leaf, text in self._texts.items():
-                reply.columns[leaf] = text.unpack()
-        if in_memory & INFOS:
-            reply.env_infos = self._numbers.table()
-        elif isinstance(reply.env_infos, InfoTable):
-            self._numbers.know(reply.env_infos)
-        return reply
 
     def progress(self) -> int:
         """Position of the env at work, or `LOADING`."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.data import Call, Trajectory, Turn
+from shoal.core.data import ENDINGS, Call, Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.envs.pictures import THEMES, picture_of
@@ -65,6 +65,7 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         "in its group": versus,
         "turns": episode.turns,
         "tokens": episode.tokens,
+        "ended": ENDINGS[trajectory.ended] if trajectory.ended else None,
         "weights": " to ".join(map(str, dict.fromkeys(versions[:1] + versions[-1:]))) or None,
     }
     why = "the program failed" if trajectory.program_failed else episode.status
@@ -93,6 +94,11 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         call_tree(trajectory, spell),
     )
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
+    if trajectory.last:
+        shown = drawing(trajectory.last), tag("pre", readable(trajectory.last), class_="saw")
+        turns.append(
+            tag("article", tag("h2", "At its end"), tag("div", shown, class_="turn-body"), class_="end")
+        )
     file = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
     return site.page(run, f"Episode {episode.name}", join(head, turns, nothing), *behind, ways=ways)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.core.run_folder import is_number, latest, whole_rows
-from shoal.skills.learning.spec import slug
+from shoal.skills.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
 from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, share, tag, timeline
@@ -134,9 +134,6 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
             v["id"],
             "head" if v["id"] in heads else "",
             v["parent"],
-            str(v["kind"]),
-            str(v["rule"] or ""),
-            f"{v['wins']} of {v['episodes']}" if v["episodes"] else NONE,
             v["frames"],
             "accepted" if v["accepted"] else "refused",
             tag("code", str(v["sha256"])[:12]),
@@ -162,7 +159,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
-    of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
+    of_version = ("version", "", "made from", "env steps", "", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
     none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
     listed = table(of_version, version_rows) if versions else none_yet
@@ -190,12 +187,10 @@ def _curves(rows: list[Row]) -> Html | None:
         return None
     renamed = [{**row, "env steps": row["step"], "seconds": row.get("wall")} for row in rows]
     held = curves.table(renamed, ("env steps", "seconds"), names)
-    # a training episode that fails late is not finished yet, so that at first success seems greater than it is
-    successes = [Line(EVALUATED, "as evaluated"), Line("success", "of finished episodes", 1)]
-    panels = [curves.figure("success", [line for line in successes if line.name in names], shares=True)]
-    panels += [
-        curves.figure(f"{name} of each update", [Line(name, name)])
+    # Of practice, the share of episodes that ended in an update: as failures take longest, it is too high at first.
+    titles = {EVALUATED: "success as evaluated", "success": "success of the practice that ended"}
+    panels = [
+        curves.figure(titles.get(name, f"{name} of each update"), [Line(name, name)], shares=name in titles)
         for name in names
-        if name in ("reward", "entropy")
     ]
     return curves.section("Training", "curves", [held], tag("div", panels, class_="panels"))

@@ -11,7 +11,7 @@ import pytest
 from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 
 from shoal import envs
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.servers.openai import OpenAIEngine
 
 SECONDS = 60

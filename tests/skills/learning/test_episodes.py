@@ -15,7 +15,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
-from shoal.skills.jobs.store import NewVersion, Store
+from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning import episodes
 from shoal.skills.learning.episodes import (
     Chooser,
@@ -26,10 +26,10 @@ from shoal.skills.learning.episodes import (
     play_episodes,
     record_chain,
 )
-from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.network import Network, Shape, encode
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
+from shoal.skills.plan import Step
+from shoal.skills.spec import Features, Skill, check_skills, parse_skill
+from shoal.skills.worlds.gymnasium_world import GymnasiumWorld
 
 FEATURES = Features(
     "smithy",
@@ -113,7 +113,7 @@ def trained(folder: Path, *names: str) -> Store:
         net = Network(Shape(5, 2, 5))
         net.bh[ACTS[spec.name]] = 50.0
         sha = store.put_blob(encode(net.params()))
-        store.add_version(NewVersion(store.assign_expert(spec.name), sha, None, 1, 1, "run", True))
+        store.add_version(NewVersion(store.assign_expert(spec.name), sha, None, 1, 1, True))
         store.update_skill(spec.name, status="completed")
     return store
 
@@ -330,7 +330,7 @@ def test_goals_are_ranked_by_what_an_evaluation_measured(tmp_path: Path) -> None
 def test_an_expert_that_was_made_for_another_world_is_refused(tmp_path: Path) -> None:
     store = trained(tmp_path, "Dig")
     sha = store.put_blob(encode(Network(Shape(7, 2, 5)).params()))
-    store.add_version(NewVersion(store.assign_expert("Dig"), sha, None, 1, 2, "run", True))
+    store.add_version(NewVersion(store.assign_expert("Dig"), sha, None, 1, 2, True))
     with pytest.raises(DataError, match="expert of 'Dig' was made for 7 numbers .* this world shows 5"):
         play_episodes(store, episodes=1)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.graph.launchers import job_environment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_skills.py"
 

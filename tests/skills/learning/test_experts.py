@@ -6,14 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.skills.learning.network import (
-    build_remapping,
-    decode,
-    encode,
-    join_mixture,
-    remap,
-    split_mixture,
-)
+from shoal.skills.learning.network import build_remapping, decode, encode, join_mixture, remap, split_mixture
 
 
 def test_the_reference_example_maps_four_sparse_experts_to_four_networks() -> None:

@@ -16,7 +16,7 @@ from shoal.core.data import read_trajectories
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 LETTERS = '''
 from gymnasium.spaces import Discrete
 from dataclasses import dataclass

@@ -18,9 +18,9 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
 from shoal.rollout.episode import Role, anchor_of, words_of
+from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
 from shoal.samplers.sampler import Sampler, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer

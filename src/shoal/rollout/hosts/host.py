@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Event, Reply, Setup, Slot, SlotThreads
@@ -35,31 +36,163 @@ class HostsFailedError(WorkerError):
 
 
 class Host:
-    """Where episodes are played, each in a slot."""
+    """Where episodes are played, each in a slot: a message to a slot is open until it answers, or the host is lost."""
 
-    lost = False
-    """Whether it no longer answers."""
+    name = "a rollout worker"
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.lost = False
+        self._why = ""
+        self._open: dict[int, asyncio.Future[Event]] = {}
+
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """What the slot of a message answers.
 
         Raises:
             HostLostError: the host is lost.
         """
+        if self.lost:
+            raise HostLostError(self._why, 0)
+        future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        self._open[message.slot] = future
+        self._send(message)
+        return future
+
+    def _send(self, message: Begin | Reply) -> None:
+        """Have the slot go on with this message."""
+        raise NotImplementedError
+
+    def _hear(self, event: Event) -> None:
+        """A slot answered."""
+        future = self._open.pop(event.slot, None)
+        if future is not None and not future.done():
+            future.set_result(event)
 
     async def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer within its time limit, and what it is at; none if nobody can look."""
+        """Slots whose env does not answer within its time limit, and what it does; none if nobody can look."""
         return []
 
     def give_up(self, slot: int, why: str) -> None:
-        """Stop waiting for an env that hangs; its host is replaced."""
+        """Stop waiting for an env that hangs: its whole host is given up and replaced."""
+        self.lose(why, hung=True, slot=slot)
+
+    def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
+        """Stop waiting for it; nothing is answered any more."""
+        if self.lost:
+            return
+        self.lost, self._why = True, why
+        waiting, self._open = self._open, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(HostLostError(why, len(waiting), hung=hung, slot=slot))
 
     async def close_envs(self, seconds: float) -> None:
         """Close the envs, for which so many seconds are waited."""
 
     def end(self) -> None:
         """End at once; may be called twice."""
+
+    def pids(self) -> list[int]:
+        """The processes that were started here for it."""
+        return []
+
+
+class InlineHost(Host):
+    """Plays in the thread that asks, one step after another: what a debugger sees.
+
+    Args:
+        setup: what it plays.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
+
+    def _send(self, message: Begin | Reply) -> None:
+        self._hear(self._slot.handle(message))
+
+    async def close_envs(self, seconds: float) -> None:
+        """Close the envs."""
+        self._slot.close_envs()
+
+
+class ThreadHost(Host):
+    """Plays each slot in a thread of this process; one that hangs is left behind.
+
+    Args:
+        setup: what it plays.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._threads = SlotThreads(setup, self._reply)
+
+    def _send(self, message: Begin | Reply) -> None:
+        self._threads.post(message)
+
+    def _reply(self, event: Event) -> None:
+        self._loop.call_soon_threadsafe(self._hear, event)
+
+    async def overdue(self) -> list[tuple[int, str]]:
+        """Slots whose env does not answer."""
+        return self._threads.overdue()
+
+    def give_up(self, slot: int, why: str) -> None:
+        """Leave the thread of a slot behind."""
+        self._threads.leave(slot)
+        future = self._open.pop(slot, None)
+        if future is not None and not future.done():
+            future.set_exception(HostLostError(why, hung=True, slot=slot))
+
+    async def close_envs(self, seconds: float) -> None:
+        """Close the envs, each in its thread."""
+        if closing := [asyncio.wrap_future(future) for future in self._threads.close_envs()]:
+            await asyncio.wait(closing, timeout=seconds)
+
+    def end(self) -> None:
+        """End the threads."""
+        self.lose("it was ended")
+        self._threads.end()
+
+
+class WorkerHost(Host):
+    """A host in another process.
+
+    Args:
+        setup: what it plays.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self._setup = setup
+
+    @abstractmethod
+    async def _ask(self, name: str) -> Any:
+        """What it answers to a question about all slots, "overdue" or "close_envs"."""
+
+    async def overdue(self) -> list[tuple[int, str]]:
+        """What the host says; it is lost if it says nothing for long."""
+        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
+        try:
+            async with asyncio.timeout(limit):
+                return [tuple(one) for one in await self._ask("overdue") or ()]
+        except TimeoutError:
+            self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
+            return []
+
+    async def close_envs(self, seconds: float) -> None:
+        """Close the envs; a host that does not within its time is lost."""
+        try:
+            async with asyncio.timeout(seconds):
+                if not self.lost:
+                    await self._ask("close_envs")
+        except TimeoutError:
+            self.lose(f"{self.name} did not close its envs within {seconds:g} s")
+
+    def end(self) -> None:
+        """Nothing more is expected of it."""
+        self.lose("it was ended")
 
 
 class Hosts:
@@ -120,122 +253,8 @@ class Hosts:
                 host.end()
 
     def pids(self) -> list[int]:
-        """The processes of hosts that were started here."""
-        return []
-
-
-# --- in this process
-class InlineHost(Host):
-    """Plays in the thread that asks, one step after another: what a debugger sees."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
-
-    async def tell(self, message: Begin | Reply) -> Event:
-        """The slot's answer, at once."""
-        return self._slot.handle(message)
-
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs."""
-        self._slot.close_envs()
-
-
-class WorkerHost(Host):
-    """A host in a worker: what it was asked is open until it answers, or is lost.
-
-    Args:
-        setup: what it plays.
-    """
-
-    name = "a rollout worker"
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._why = ""
-        self._open: dict[int, asyncio.Future[Event]] = {}
-
-    def _ask(self, message: Begin | Reply) -> asyncio.Future[Event]:
-        """What will be answered to a message."""
-        if self.lost:
-            raise HostLostError(self._why, 0)
-        future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-        self._open[message.slot] = future
-        return future
-
-    def _settle(self, event: Event) -> None:
-        """A slot answered."""
-        future = self._open.pop(event.slot, None)
-        if future is not None and not future.done():
-            future.set_result(event)
-
-    @abstractmethod
-    async def _look(self) -> list[tuple[int, str]]:
-        """What it says of its slots that are overdue."""
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        """What the host says; it is lost if it says nothing for long."""
-        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
-        try:
-            async with asyncio.timeout(limit):
-                return await self._look()
-        except TimeoutError:
-            self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
-            return []
-
-    def give_up(self, slot: int, why: str) -> None:
-        """The whole worker is given up."""
-        self.lose(why, hung=True, slot=slot)
-
-    def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
-        """Stop waiting for it; nothing is answered any more."""
-        if self.lost:
-            return
-        self.lost, self._why = True, why
-        waiting, self._open = self._open, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(HostLostError(why, len(waiting), hung=hung, slot=slot))
-
-    def end(self) -> None:
-        """Nothing more is expected of it."""
-        self.lose("it was ended")
-
-
-class ThreadHost(WorkerHost):
-    """Plays each slot in a thread of this process; one that hangs is left behind."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._loop = asyncio.get_running_loop()
-        self._threads = SlotThreads(setup, self._reply)
-
-    def _reply(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._settle, event)
-
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
-        """The slot's answer."""
-        future = self._ask(message)
-        self._threads.post(message)
-        return future
-
-    async def _look(self) -> list[tuple[int, str]]:
-        return self._threads.overdue()
-
-    def give_up(self, slot: int, why: str) -> None:
-        """Leave the thread of a slot behind."""
-        self._threads.leave(slot)
-        future = self._open.pop(slot, None)
-        if future is not None and not future.done():
-            future.set_exception(HostLostError(why, hung=True, slot=slot))
-
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs, each in its thread."""
-        if closing := [asyncio.wrap_future(future) for future in self._threads.close_envs()]:
-            await asyncio.wait(closing, timeout=seconds)
-
-    def end(self) -> None:
-        """End the threads."""
-        self._threads.end()
+        """The processes of hosts that were started here and run now."""
+        return [pid for host in list(self._hosts.values()) if not host.lost for pid in host.pids()]
 
 
 class LocalHosts(Hosts):

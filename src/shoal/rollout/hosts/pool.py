@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,58 +41,72 @@ class EnvPool(Protocol):
         """End the envs and their workers."""
 
 
-class PoolHost(Host):
-    """Plays each episode in the env of its slot; what is said in one turn of the loop is done abreast.
+class VectorHost(Host):
+    """Plays each episode in the env of its index, modulo their number, once that is free.
+
+    What is said in one turn of the loop is done abreast.
 
     Args:
         pool: the envs.
-        role_of: what the agent knows of the env of a slot, asked again when it is reset.
+        n_envs: how many.
+        role_of: what the agent knows of the env of a number, asked again when it is reset.
         prompter: makes the prompts.
         env_retries: times an episode starts again after its env failed.
     """
 
     def __init__(
-        self, pool: EnvPool, role_of: Callable[[int, str], Role], prompter: Prompter, env_retries: int
+        self,
+        pool: EnvPool,
+        n_envs: int,
+        role_of: Callable[[int, str], Role],
+        prompter: Prompter,
+        env_retries: int,
     ) -> None:
-        self._pool, self._role_of, self._prompter, self._retries = pool, role_of, prompter, env_retries
-        self._said: dict[int, tuple[Begin | Reply, asyncio.Future[Event]]] = {}
+        super().__init__()
+        self._pool, self._n_envs, self._role_of = pool, n_envs, role_of
+        self._prompter, self._retries = prompter, env_retries
+        self._said: dict[int, Begin | Reply] = {}
         self._stories: dict[int, Story] = {}
+        self._env: dict[int, int] = {}  # by slot
+        self._later: dict[int, Begin] = {}  # by env: an episode that waits for another one's end
 
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
-        """The slot's answer, after those of all that is said in this turn of the loop."""
-        loop = asyncio.get_running_loop()
+    async def close_envs(self, seconds: float) -> None:
+        """Forget what was played; the envs are the pool's."""
+        self._said, self._stories, self._env, self._later = {}, {}, {}, {}
+
+    def _send(self, message: Begin | Reply) -> None:
         if not self._said:
-            loop.call_soon(self._move)
-        future: asyncio.Future[Event] = loop.create_future()
-        self._said[message.slot] = message, future
-        return future
+            asyncio.get_running_loop().call_soon(self._move)
+        self._said[message.slot] = message
 
     # --- one step or reset of all slots that have a message
     def _move(self) -> None:
         said, self._said = self._said, {}
         try:
-            events = self._events({slot: message for slot, (message, _) in said.items()})
+            events = self._events(said)
         except BaseException as error:
-            for _, future in said.values():
-                if not future.done():
+            for slot in said:
+                if not (future := self._open.pop(slot)).done():
                     future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
-        for slot, (_, future) in said.items():
-            if not future.done():
-                future.set_result(events[slot])
+        for event in events:
+            self._hear(event)
 
-    def _events(self, said: Mapping[int, Begin | Reply]) -> dict[int, Event]:
+    def _events(self, said: Mapping[int, Begin | Reply]) -> list[Event]:
         """What each slot asks next, or how its episode ended."""
         answers: dict[int, Any] = {}
         for slot, message in said.items():
-            answers[slot] = message
-            if isinstance(message, Begin):
-                role = self._role_of(slot, message.assignment.tag)
+            if not isinstance(message, Begin):
+                answers[slot] = message
+            elif (env := message.assignment.index % self._n_envs) in self._env.values():
+                self._later[env] = message
+            else:
+                role = self._role_of(env, message.assignment.tag)
                 self._stories[slot] = story(message, role, self._prompter, self._retries)
-                answers[slot] = None
-        events: dict[int, Event] = {}
+                self._env[slot], answers[slot] = env, None
+        events: list[Event] = []
         while answers:
             resets: dict[int, Episode] = {}
             steps: dict[int, Step] = {}
@@ -103,7 +117,7 @@ class PoolHost(Host):
                 elif isinstance(wish, Step):
                     steps[slot] = wish
                 else:
-                    events[slot] = wish
+                    events.append(wish)
             answers = (self._step(steps) if steps else {}) | (self._reset(resets) if resets else {})
         return events
 
@@ -113,6 +127,8 @@ class PoolHost(Host):
             return going.throw(answer) if isinstance(answer, EnvFailedError) else going.send(answer)
         except StopIteration as end:
             del self._stories[slot]
+            if (later := self._later.pop(self._env.pop(slot), None)) is not None:
+                self._send(later)
             return end.value  # type: ignore[no-any-return]
 
     def _reset(self, resets: Mapping[int, Episode]) -> dict[int, Any]:
@@ -129,11 +145,11 @@ class PoolHost(Host):
                     timeout = isinstance(error, WorkerTimeoutError)
                     known = {"worker_error": str(error), "worker_timeout": timeout}
                     details = getattr(error, "details", None) or known
-                    answers[slot] = _failure(slot, "reset", details, resets)
+                    answers[slot] = self._failure(slot, "reset", details, resets)
 
         def begin(slot: int, observed: Observed) -> None:
             episode = resets[slot]
-            episode.role = self._role_of(slot, episode.role.tag)
+            episode.role = self._role_of(self._env[slot], episode.role.tag)
             episode.begin(*observed)
 
         recorded = {slot: _recorded("reset", partial(begin, slot, one)) for slot, one in shown.items()}
@@ -141,28 +157,46 @@ class PoolHost(Host):
 
     def _shown(self, resets: Mapping[int, Episode]) -> dict[int, Observed]:
         seeds = [episode.place.env_seed for episode in resets.values()]
-        return dict(zip(resets, self._pool.reset_some(list(resets), seeds), strict=True))
+        return dict(
+            zip(resets, self._pool.reset_some([self._env[slot] for slot in resets], seeds), strict=True)
+        )
 
     def _step(self, steps: Mapping[int, Step]) -> dict[int, Any]:
         """Step these envs, all abreast; whether each episode has ended, or why its env failed."""
         answers: dict[int, Any] = {}
         try:
-            results = self._pool.step_some(list(steps), [step.action for step in steps.values()])
+            envs, actions = [self._env[slot] for slot in steps], [step.action for step in steps.values()]
+            results = self._pool.step_some(envs, actions)
         except WorkerError as error:  # an env failed for which there is no other
             if not error.details:
                 raise
             return {
-                slot: _failure(slot, f"step({step.action!r})", error.details, self._stories)
+                slot: self._failure(slot, f"step({step.action!r})", error.details, self._stories)
                 for slot, step in steps.items()
             }
         for (slot, step), result in zip(steps.items(), results, strict=True):
             doing, (_, _, terminated, truncated, info) = f"step({step.action!r})", result
             if info.get("worker_restarted"):
-                answers[slot] = _failure(slot, doing, info, self._stories)
+                answers[slot] = self._failure(slot, doing, info, self._stories)
             else:
                 failed = _recorded(doing, partial(step.episode.observe, *result))
                 answers[slot] = failed or bool(terminated or truncated)
         return answers
+
+    def _failure(
+        self, slot: int, doing: str, info: Mapping[str, Any], slots: Iterable[int]
+    ) -> EnvFailedError:
+        """What an episode ends with when its env failed, or that of another of these slots in the same worker."""
+        env, summary = info.get("worker_env"), info.get("worker_summary")
+        own = env == self._env[slot]
+        words = f"{doing} failed: {summary}" if own else info.get("worker_error", "its env was replaced")
+        if not own and env in {self._env[other] for other in slots}:
+            return EnvReplacedError(words)
+        error = EnvFailedError(words)
+        if info.get("worker_timeout"):
+            error = EnvFailedError(f"{words} (vector.step_timeout); its process was replaced")
+            error.status = "timeout"
+        return error
 
 
 def _recorded(doing: str, record: Callable[[], None]) -> EnvFailedError | None:
@@ -172,16 +206,3 @@ def _recorded(doing: str, record: Callable[[], None]) -> EnvFailedError | None:
     except EnvFailedError as error:
         return error
     return None
-
-
-def _failure(slot: int, doing: str, info: Mapping[str, Any], slots: Container[object]) -> EnvFailedError:
-    """What an episode ends with when its env failed, or one of the same worker that another one of `slots` plays."""
-    env, summary = info.get("worker_env"), info.get("worker_summary")
-    words = f"{doing} failed: {summary}" if env == slot else info.get("worker_error", "its env was replaced")
-    if env != slot and env in slots:
-        return EnvReplacedError(words)
-    error = EnvFailedError(words)
-    if info.get("worker_timeout"):
-        error = EnvFailedError(f"{words} (vector.step_timeout); its process was replaced")
-        error.status = "timeout"
-    return error

@@ -12,13 +12,14 @@ import msgspec
 from shoal.core.executors import connect_ray
 from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup
 from shoal.rollout.hosts.host import Host, HostsFailedError, ThreadHost, WorkerHost
-from shoal.rollout.hosts.processes import ProcessHosts
-from shoal.rollout.hosts.sockets import encode, pickled, unpickled
+from shoal.rollout.hosts.processes import ProcessHosts, encode, unpickled
 
 logger = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 ROOM_SECONDS = 30.0
 """For which room is waited for that one episode alone needs."""
+OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": "SPREAD"}
+"""They reserve no CPU by default: two rollouts that keep their actors would wait for each other."""
 _to_host = msgspec.msgpack.Decoder(Begin | Reply)
 _to_driver = msgspec.msgpack.Decoder(Event)
 
@@ -50,35 +51,24 @@ class RayHost(WorkerHost):
 
     def __init__(self, ray: Any, actor: Any, setup: Setup) -> None:
         super().__init__(setup)
-        self._ray, self._actor = ray, actor
+        self._ray, self.actor = ray, actor
+        self._calls: set[asyncio.Task[None]] = set()
 
-    async def ready(self) -> None:
-        """Wait until there is room for it."""
-        await self._actor.ready.remote()
+    def _send(self, message: Begin | Reply) -> None:
+        call = asyncio.ensure_future(self._tell(message))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
-    async def tell(self, message: Begin | Reply) -> Event:
-        """The slot's answer."""
-        future = self._ask(message)
-        task = asyncio.ensure_future(self._play(message))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            return await future
-        finally:
-            task.cancel()
+    async def _tell(self, message: Begin | Reply) -> None:
+        if (data := await self._ask("tell", encode(message))) is not None:
+            self._hear(_to_driver.decode(data))
 
-    async def _play(self, message: Begin | Reply) -> None:
-        if (data := await self._call("tell", encode(message))) is not None:
-            self._settle(_to_driver.decode(data))
-
-    async def _look(self) -> list[tuple[int, str]]:
-        return list(await self._call("overdue") or ())
-
-    async def _call(self, name: str, *given: bytes) -> Any:
+    async def _ask(self, name: str, *given: bytes) -> Any:
         """What the actor answers; None, and it is lost, if it cannot."""
         why = "Ray was shut down"
         try:
             if self._ray.is_initialized():  # else a call would begin Ray anew
-                return await getattr(self._actor, name).remote(*given)
+                return await getattr(self.actor, name).remote(*given)
         except self._ray.exceptions.RayError as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
         self.lose(f"{self.name} was lost: {why}")
@@ -87,16 +77,11 @@ class RayHost(WorkerHost):
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
         """Stop waiting for it, and kill the actor."""
         super().lose(why, hung=hung, slot=slot)
+        for call in self._calls - {asyncio.current_task()}:
+            call.cancel()
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):
-                self._ray.kill(self._actor)
-
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs."""
-        if not self.lost:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._call("close_envs")
+                self._ray.kill(self.actor)
 
 
 class RayHosts(ProcessHosts):
@@ -113,16 +98,8 @@ class RayHosts(ProcessHosts):
 
     def __init__(self, setup: Setup, count: int, options: dict[str, Any]) -> None:
         super().__init__(setup, count)
-        self._data = pickled(setup)
         self._ray = connect_ray()
-        # They reserve no CPU by default: two rollouts that keep their actors would wait for each other.
-        own = {
-            "num_cpus": 0,
-            "max_restarts": 0,
-            "max_concurrency": MOST_CALLS,
-            "scheduling_strategy": "SPREAD",
-        }
-        self._options = own | options
+        self._options = OPTIONS | options
 
     async def _start(self, number: int) -> Host:
         try:
@@ -137,11 +114,10 @@ class RayHosts(ProcessHosts):
     async def _actor(self) -> RayHost:
         if not self._ray.is_initialized():
             raise HostsFailedError("Ray was shut down")
-        host = RayHost(
-            self._ray, self._ray.remote(_Actor).options(**self._options).remote(self._data), self._setup
-        )
+        actor = self._ray.remote(_Actor).options(**self._options).remote(self._data)
+        host = RayHost(self._ray, actor, self._setup)
         try:
-            await host.ready()
+            await actor.ready.remote()
         except self._ray.exceptions.RayError as error:
             raise HostsFailedError(f"no Ray actor can be started: {error}") from error
         except BaseException:  # the others have played everything before there was room for it

@@ -14,8 +14,8 @@ from typing import Any, Self
 from shoal.core.data import MOST_REWARD, Judged, Score, Trajectory
 from shoal.core.errors import WorkerError
 from shoal.core.executors import Closing
-from shoal.rollout.failures import LEFT_OUT, FailureLog
 from shoal.rollout.plan import Assignment
+from shoal.rollout.report import LEFT_OUT, FailureLog
 from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, key_of, scorer_of
 from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
 from shoal.samplers.asking import Loop, RejectedError

@@ -1,1 +1,1 @@
-"""Learning skills: the first client of the job graph."""
+"""How an expert is trained, kept, merged and played."""

@@ -19,23 +19,13 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, needs_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.network import Floats, Ints, Network, decode
-from shoal.skills.learning.plan import Step, covering_plan, plan_for, shortened, simulate
-from shoal.skills.learning.spec import Features, Skill, is_relative
-from shoal.skills.learning.worlds import (
-    Bank,
-    Course,
-    World,
-    act,
-    batch_lanes,
-    check_expert,
-    fresh_worlds,
-    make_world,
-    walk,
-    world_features,
-    world_kind,
-)
+from shoal.skills.graph.store import Store
+from shoal.skills.learning.network import Network, check_expert, decode
+from shoal.skills.plan import Step, covering_plan, plan_for, shortened, simulate
+from shoal.skills.spec import Features, Skill, is_relative
+from shoal.skills.worlds.course import Course, act, walk
+from shoal.skills.worlds.registry import batch_lanes, fresh_worlds, make_world, world_class, world_features
+from shoal.skills.worlds.world import Bank, Floats, Ints, World
 
 MOST_STEPS = 10_000  # env steps of an episode
 AHEAD = 5  # goals that one way leads to, so that what they need is fetched at one go
@@ -67,13 +57,9 @@ def evaluate_chain(
     """Play the plan that applies every completed skill (or `only` some, or up to `target`) in new worlds."""
     _check_episodes(episodes)
     world_name, plan = plan_of(store, target, only)
-    features = world_features(world_name)
-    names = list(dict.fromkeys(step.skill for step in plan))
-    skills = {row.name: row.spec for row in store.skills()}
     world = make_world(world_name, batch_lanes(world_name, episodes))
-    experts = load_experts(store, names, world)
+    course, experts = _course(store, plan, world)
     starts = fresh_worlds(world, episodes, seed, "unseen")
-    course = Course(plan, skills, features, [names.index(step.skill) for step in plan])
     fixed = None if world.fresh_is_cheap else world
     result = walk(world_name, starts, course, experts, stream(seed, "unseen"), fixed)
     reached = [float((result.reached > at).mean()) for at in range(len(plan))]
@@ -86,6 +72,14 @@ def evaluate_chain(
         plan, reached, {name: sum(rates) / len(rates) if rates else math.nan for name, rates in passed.items()},
         result.success, float(lengths.mean()) if len(lengths) else 0.0, episodes,
     )  # fmt: skip
+
+
+def _course(store: Store, plan: Sequence[Step], world: World) -> tuple[Course, list[Network]]:
+    """A plan to be followed in a world, and the experts that do."""
+    names = list(dict.fromkeys(step.skill for step in plan))
+    skills = {row.name: row.spec for row in store.skills()}
+    course = Course(plan, skills, world.features, [names.index(step.skill) for step in plan])
+    return course, load_experts(store, names, world)
 
 
 def _check_episodes(episodes: int) -> None:
@@ -119,61 +113,22 @@ def record_chain(
     Of `lanes` worlds the one that finishes first is taken, or the one that got furthest.
     """
     world_name, plan = plan_of(store)
-    features = world_features(world_name)
-    names = list(dict.fromkeys(step.skill for step in plan))
-    course = Course(
-        plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan]
-    )
-    lanes = world_kind(world_name).most_lanes or lanes
-    world: World = make_world(world_name, lanes)
-    experts = load_experts(store, names, world)
-    frames: list[Bank] = []
-    recorder = _Recorder(world, frames)
+    lanes = getattr(world_class(world_name), "most_lanes", None) or lanes
+    world = make_world(world_name, lanes)
+    course, experts = _course(store, plan, world)
+    states: list[Bank] = []
+    steps: list[Ints] = []
+
+    def watch(world: World, reached: Ints) -> None:
+        states.append(world.save())
+        steps.append(np.minimum(reached, len(plan) - 1))
+
     starts = fresh_worlds(world, lanes, seed, "film")
-    result = walk(world_name, starts, course, experts, stream(seed, "film"), recorder)
-    order = sorted(range(lanes), key=lambda i: (-int(result.reached[i]), int(result.length[i])))
-    best = order[0]
-    film = [bank.take(np.array([best])) for bank in frames[: int(result.length[best]) + 1]]
-    return film, plan, _steps_of(film, world, course), bool(result.finished[best])
-
-
-def _steps_of(film: list[Bank], world: World, course: Course) -> list[int]:
-    """The plan step that each state of a film belongs to, by the same rules as `walk`."""
-    every = np.ones(world.lanes, np.bool_)
-    rows = np.zeros(world.lanes, np.int64)
-    at = np.zeros(1, np.int64)
-    steps: list[int] = []
-    start = None
-    for bank in film:
-        world.load(bank, rows, every)
-        values = world.values()[:1]
-        if start is None:
-            at, start = course.skip(at, values), values
-        elif at[0] < len(course) and course.satisfied(at, values, start)[0]:
-            at, start = course.skip(at + 1, values), values
-        steps.append(int(min(at[0], len(course) - 1)))
-    return steps
-
-
-class _Recorder:
-    """A world that keeps the states of its lanes after every step."""
-
-    def __init__(self, world: World, frames: list[Bank]) -> None:
-        self._world, self._frames = world, frames
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._world, name)
-
-    def load(self, *arguments: Any) -> None:
-        """Load and keep the start."""
-        self._world.load(*arguments)
-        self._frames.append(self._world.save())
-
-    def step(self, *arguments: Any) -> Any:
-        """Step and keep the state."""
-        died = self._world.step(*arguments)
-        self._frames.append(self._world.save())
-        return died
+    result = walk(world_name, starts, course, experts, stream(seed, "film"), world, watch)
+    best = min(range(lanes), key=lambda i: (-int(result.reached[i]), int(result.length[i])))
+    last = int(result.length[best]) + 1
+    film = [bank.take(np.array([best])) for bank in states[:last]]
+    return film, plan, [int(at[best]) for at in steps[:last]], bool(result.finished[best])
 
 
 def load_experts(store: Store, names: Sequence[str], world: World) -> list[Network]:
@@ -187,7 +142,7 @@ def load_experts(store: Store, names: Sequence[str], world: World) -> list[Netwo
         nets.append(
             Network.from_params(decode(store.get_blob(head.sha256), name)[0], f"the expert of {name!r}")
         )
-        check_expert(world, nets[-1].shape, name)
+        check_expert(world, nets[-1], name)
     return nets
 
 
@@ -484,7 +439,8 @@ def draw_chain(store: Store, path: Path, seed: int = 0) -> bool:
 
 def picture_of(world_name: str, bank: Bank) -> NDArray[np.uint8]:
     """`[height, width, 3]` of the first state of a bank."""
-    paint = world_kind(world_name).picture
-    if paint is None:
+    world = world_class(world_name)
+    if not hasattr(world, "picture"):
         raise MissingExtraError(f"the world {world_name!r} draws no pictures of itself")
-    return paint(bank)
+    picture: NDArray[np.uint8] = world.picture(bank)
+    return picture

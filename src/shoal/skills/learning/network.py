@@ -19,10 +19,8 @@ from shoal.core.errors import DataError, did_you_mean, needs_extra, reading
 from shoal.maths.distributions import log_softmax
 from shoal.maths.initial_weights import orthogonal
 from shoal.maths.updates import clipped_surrogate
+from shoal.skills.worlds.world import Floats, Ints, World
 
-Floats = NDArray[np.float32]
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 Params = dict[str, Floats]
 KEYS = (
     "torso/0/weight", "torso/0/bias", "torso/1/weight", "torso/1/bias",
@@ -186,6 +184,17 @@ class Network:
             float(-surrogate.mean()), float(((values - returns) ** 2).mean()), float(entropy.mean())
         )
         return out, losses
+
+
+def check_expert(world: World, net: Network, skill: str) -> None:
+    """Raise a `DataError` for an expert that was made for other actions or observations than a world has."""
+    shape = net.shape
+    if (shape.inputs, shape.actions) != (world.obs_size, world.n_actions):
+        raise DataError(
+            f"the expert of {skill!r} was made for {shape.inputs} numbers in an observation and {shape.actions} "
+            f"actions; this world shows {world.obs_size} and has {world.n_actions}. Train the skill again, or use the "
+            "world that it was trained in."
+        )
 
 
 class Adam:

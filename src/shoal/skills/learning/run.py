@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError
-from shoal.core.files import write_bytes
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.process import ExhaustedError, leave, run_as_process
-from shoal.skills.learning.network import arrays_of, decode, encode
+from shoal.skills.graph.process import NotLearnedError, leave, run_as_process
 from shoal.skills.learning.trainer import Trainer
 from shoal.skills.learning.training import Run, finish_training
-from shoal.skills.learning.worlds import Bank
-
-
-class NotLearnedError(ExhaustedError):
-    """The budget ran out before the skill was learned well enough to be of use."""
 
 
 def run_training(folder: Path | str, attempt: int | None = None) -> dict[str, Any]:
@@ -35,7 +24,7 @@ def run_training(folder: Path | str, attempt: int | None = None) -> dict[str, An
 def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
     began, cpu = time.monotonic(), time.process_time()
     trainer = Trainer(run.task())
-    _prepare(run, trainer)
+    trainer.prepare()
     saved = run.load_checkpoint()
     if saved is not None:
         trainer.restore(*saved)
@@ -55,45 +44,24 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
             f"not learned: success {result.success:.2f} < min_success {trainer.task.config.min_success} "
             f"after {result.frames} env steps"
         )
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     numbers = {
         "stopped": result.stopped,
         "seconds": round(time.monotonic() - began, 3),
         "cpu_seconds": round(time.process_time() - cpu, 3),
-        "peak_memory": usage.ru_maxrss * 1024,
-        "bank": result.bank_size,
         "steps_in_all": result.frames + result.walked,
         "finished_at": time.time(),
     }
-    if (pace := result.pace(trainer.task.plan[-1].count)) is not None:
-        numbers["steps_an_application"] = pace
+    if result.pace is not None:
+        numbers["steps_an_application"] = result.pace
     finish_training(
         run.folder, {local: net.params() for local, net in enumerate(result.experts)},
         dict(enumerate(result.acted_frames)), attempt=attempt, frames=result.frames, success=result.success,
-        numbers=numbers, episodes=result.episodes,
+        numbers=numbers,
     )  # fmt: skip
     metrics.event(
         "trained", skill=run.spec["skill"], attempt=attempt, frames=result.frames, success=result.success
     )
     return numbers
-
-
-def _prepare(run: Run, trainer: Trainer) -> None:
-    """Make the start states, or read those that an earlier launch made."""
-    spec = {**run.spec, "config": {**run.spec["config"], "total_timesteps": None}}  # it may be raised later
-    made_for = hashlib.sha256(
-        (run.policies / "mixture.safetensors").read_bytes() + json.dumps(spec, sort_keys=True).encode()
-    ).hexdigest()
-    path = run.policies / f"bank-{made_for[:16]}.safetensors"
-    with contextlib.suppress(FileNotFoundError, DataError):  # one that is damaged is made again
-        arrays, note = decode(path.read_bytes(), str(path))
-        trainer.bank, trainer.test_bank = (Bank(arrays_of(n, arrays)) for n in ("practice", "evaluation"))
-        trainer.walked = int(note["walked"])
-        return
-    trainer.prepare()
-    arrays = {f"practice/{key}": array for key, array in trainer.bank.arrays.items()}
-    arrays |= {f"evaluation/{key}": array for key, array in trainer.test_bank.arrays.items()}
-    write_bytes(path, encode(arrays, {"walked": trainer.walked}))
 
 
 def _print_event(event: dict[str, Any]) -> None:

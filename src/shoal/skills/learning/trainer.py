@@ -20,19 +20,12 @@ from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
 from shoal.maths.updates import gae
-from shoal.skills.learning.network import Adam, Floats, Ints, Network, Shape, arrays_of
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import MAX_HORIZON, Skill
-from shoal.skills.learning.worlds import (
-    Bank,
-    Course,
-    World,
-    check_expert,
-    fresh_worlds,
-    make_world,
-    walk,
-    world_kind,
-)
+from shoal.skills.learning.network import Adam, Network, Shape, arrays_of, check_expert
+from shoal.skills.plan import Step
+from shoal.skills.spec import MAX_HORIZON, Skill
+from shoal.skills.worlds.course import Course, walk
+from shoal.skills.worlds.registry import fresh_worlds, make_world, world_class
+from shoal.skills.worlds.world import Bank, Floats, Ints, World
 
 STROLLERS, TURN = 0.75, 0.1
 """Share of start states that are left by a random walk, and the probability per step that it turns."""
@@ -112,7 +105,7 @@ class TrainingConfig:
 
 def default_config(world: str) -> TrainingConfig:
     """Training settings that suit a world."""
-    return TrainingConfig(**world_kind(world).training)
+    return TrainingConfig(**getattr(world_class(world), "training", {}))
 
 
 @dataclass(frozen=True)
@@ -139,14 +132,9 @@ class Result:
     frames: int
     walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
-    episodes: dict[str, Floats]
-    """"start", "before" (the last action), "end" `[E, features]`, "success", "steps" `[E]`"""
-    bank_size: int = 0
-
-    def pace(self, count: int) -> float | None:
-        """Env steps per successful application, `count` in a row, failures included; None if all failed."""
-        done = count * float(self.episodes.get("success", np.zeros(1)).sum())
-        return round(float(self.episodes["steps"].sum()) / done, 1) if done else None
+    pace: (
+        float | None
+    )  # env steps per successful application when evaluated, failures included; None if all failed
 
 
 @dataclass
@@ -187,7 +175,7 @@ class Trainer:
         shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
         for index, net in enumerate(task.experts):
             if net is not None:
-                check_expert(self.world, net.shape, self._skill_of(index))
+                check_expert(self.world, net, self._skill_of(index))
         self.nets = [
             net.copy() if net is not None else self._new_expert(shape, index)
             for index, net in enumerate(task.experts)
@@ -206,7 +194,7 @@ class Trainer:
         self.at = np.full(config.num_envs, self.target)
         self.elapsed = np.zeros(config.num_envs, np.int64)
         self.begun = False
-        self.episodes: dict[str, Floats] = {}
+        self.pace: float | None = None
         self.losses = (0.0, 0.0, 0.0)  # until the expert has acted
 
     def _new_expert(self, shape: Shape, index: int) -> Network:
@@ -266,11 +254,7 @@ class Trainer:
             new = way.ends
         if not len(new):
             return new
-        new = self._stroll(new, self._stream("stroll", name))
-        # A state in which the skill is done already teaches nothing.
-        values = self._values_of(new)
-        target = np.full(len(new), self.target)
-        return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
+        return self._stroll(new, self._stream("stroll", name))
 
     def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
         """Walk at random from most states, since in a longer plan other skills come before and end anywhere."""
@@ -285,17 +269,10 @@ class Trainer:
             for t in range(most):
                 moves = np.where(rng.random(lanes) < TURN, rng.choice(self.world.moves, lanes), moves)
                 alive &= ~self.world.step(np.where(t < left, moves, self.world.wait), rng)
+            # A state in which the skill is done already teaches nothing.
+            alive &= self.course.skip(np.full(lanes, self.target), self.world.values()) == self.target
             parts.append(self.world.save().take(np.flatnonzero(alive[: len(rows)])))
-        return Bank.join(parts) if parts else bank
-
-    def _values_of(self, bank: Bank) -> Floats:
-        out = []
-        for first in range(0, len(bank), self.world.lanes):
-            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
-            padded = np.concatenate([rows, np.full(self.world.lanes - len(rows), rows[-1])])
-            self.world.load(bank, padded, np.ones(self.world.lanes, np.bool_))
-            out.append(self.world.values()[: len(rows)])
-        return np.concatenate(out)
+        return Bank.join(parts)
 
     def train(self, report: Report, checkpoint: Callable[[Trainer], None]) -> Result:
         """Train until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
@@ -319,10 +296,8 @@ class Trainer:
                 checkpoint(self)
         if stopped == "budget":
             self.evaluate()
-        return Result(
-            self.best, [int(frames) for frames in self.best_acted], self.best_success, self.frames,
-            self.walked, stopped, self.episodes, len(self.bank),
-        )  # fmt: skip
+        acted = [int(frames) for frames in self.best_acted]
+        return Result(self.best, acted, self.best_success, self.frames, self.walked, stopped, self.pace)
 
     def _worth_evaluating(self) -> float:
         """The training success below which no evaluation is made now."""
@@ -500,13 +475,8 @@ class Trainer:
         if outcome.success > self.best_success:
             self.best = [net.copy() for net in self.nets]
             self.best_success, self.best_at, self.best_acted = outcome.success, self.frames, self.acted.copy()
-            self.episodes = {
-                "start": outcome.last_start,
-                "before": outcome.last_before,
-                "end": outcome.last_values,
-                "success": outcome.finished.astype(np.float32),
-                "steps": outcome.length.astype(np.float32),
-            }
+            done = last.count * int(outcome.finished.sum())
+            self.pace = round(float(outcome.length.sum()) / done, 1) if done else None
         return outcome.success
 
     @cached_property
@@ -522,14 +492,13 @@ class Trainer:
                 f"net/{index}": net.flat, f"adam/mean/{index}": adam.mean, f"adam/square/{index}": adam.square,
                 f"best/{index}": best.flat,
             }  # fmt: skip
-        arrays |= {f"episodes/{key}": array for key, array in self.episodes.items()}
         arrays |= {
             "at": self.at, "elapsed": self.elapsed, "start": self.start, "acted": self.acted,
             "best_acted": self.best_acted,
         }  # fmt: skip
         plain = {
             "update": self.update, "frames": self.frames, "walked": self.walked, "best_at": self.best_at,
-            "best_success": self.best_success, "recent": [list(pair) for pair in self.recent],
+            "best_success": self.best_success, "pace": self.pace, "recent": [list(pair) for pair in self.recent],
             "adam": [adam.count for adam in self.adams],
         }  # fmt: skip
         return arrays, plain
@@ -542,13 +511,12 @@ class Trainer:
             net.flat[:], best.flat[:] = arrays[f"net/{index}"], arrays[f"best/{index}"]
             adam.mean[:], adam.square[:] = arrays[f"adam/mean/{index}"], arrays[f"adam/square/{index}"]
             adam.count = int(plain["adam"][index])
-        self.episodes = arrays_of("episodes", arrays)
         self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
         self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
         self.best_acted = arrays["best_acted"].copy()
         self.update, self.frames = int(plain["update"]), int(plain["frames"])
         self.walked, self.best_at = int(plain["walked"]), int(plain["best_at"])
-        self.best_success = float(plain["best_success"])
+        self.best_success, self.pace = float(plain["best_success"]), plain["pace"]
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True
 

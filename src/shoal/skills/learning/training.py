@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,22 +19,21 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, DataError, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
-from shoal.skills.jobs.process import DONE, clear_marks, read_result, steps_used, write_done
-from shoal.skills.jobs.store import Store
+from shoal.skills.graph.process import DONE, clear_marks, read_result, steps_used, write_done
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.network import (
     Arrays,
     Network,
-    arrays_of,
     build_remapping,
     decode,
     encode,
     join_mixture,
     split_mixture,
 )
-from shoal.skills.learning.plan import Step, plan_for
-from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
 from shoal.skills.learning.trainer import Task, TrainingConfig
-from shoal.skills.learning.worlds import world_features
+from shoal.skills.plan import Step, plan_for
+from shoal.skills.spec import Features, Skill, check_skill, parse_skill, slug
+from shoal.skills.worlds.registry import world_features
 
 KEEP_CHECKPOINTS = 2
 Steps = Annotated[int, msgspec.Meta(ge=0)]
@@ -134,7 +132,7 @@ def prepare_training_run(
         "skill_name": skill_name,
         "global_expert_idx": global_expert_idx,
         "dependencies": needed,
-        "skill_with_consumption": amounts(skill),
+        "skill_with_consumption": skill.amounts(),
     }
     spec = {
         "skill": skill_name,
@@ -147,37 +145,16 @@ def prepare_training_run(
         "loaded": loaded,
         "config": asdict(config or TrainingConfig()),
     }
-    return _written_training(run_folder_of(base_dir, global_expert_idx, skill_name), mixture, remap, spec)
-
-
-def _written_training(
-    folder: Path,
-    mixture: Mapping[int, Mapping[str, NDArray]],
-    remap: Mapping[str, Any],
-    spec: Mapping[str, Any],
-) -> tuple[Path, Path, Path]:
-    module, policies = folder / f"{spec['expert']}.json", folder / f"{spec['expert']}_policies"
+    folder = run_folder_of(base_dir, global_expert_idx, skill_name)
+    module, policies = folder / f"{global_expert_idx}.json", folder / f"{global_expert_idx}_policies"
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
-    data = encode(join_mixture(mixture))
-    if not _lies_there(module, policies, data, spec):  # checkpoints and results are of another training
-        clear_marks(folder)
-        Run(folder, spec).clear_checkpoints()
-    write_bytes(policies / "mixture.safetensors", data)
+    clear_marks(folder)
+    Run(folder, spec).clear_checkpoints()  # they are of another training
+    write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
     write_json(policies / "remap.json", remap)
     write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
-
-
-def _lies_there(module: Path, policies: Path, mixture: bytes, spec: Mapping[str, Any]) -> bool:
-    """Whether this very training was laid out before, but for its budget."""
-    try:
-        before, same = read_json(module), (policies / "mixture.safetensors").read_bytes() == mixture
-        plain = json.loads(json.dumps(spec))
-        plain["config"]["total_timesteps"] = before["config"]["total_timesteps"]
-        return same and before == plain
-    except (OSError, DataError, TypeError, KeyError):
-        return False
 
 
 def _load_mixture(
@@ -295,12 +272,10 @@ class Run:
 
 class _Numbers(TypedDict, total=False):
     seconds: float | None
-    peak_memory: int | None
     steps_an_application: float | None
 
 
 class _Done(TypedDict):
-    attempt: int | None
     acted_frames: dict[int, Steps]
     frames: Steps
     success: float | None
@@ -311,13 +286,11 @@ class _Done(TypedDict):
 class Outcome:
     """What a finished training left."""
 
-    attempt: int | None
     experts: dict[int, Arrays]  # by global index
     acted_frames: dict[int, int]  # by global index
     frames: int
     success: float | None
     numbers: dict[str, Any]
-    episodes: dict[str, NDArray]
 
 
 def finish_training(
@@ -329,7 +302,6 @@ def finish_training(
     frames: int | None = None,
     success: float | None = None,
     numbers: Mapping[str, Any] | None = None,
-    episodes: Mapping[str, NDArray] | None = None,
 ) -> Path:
     """Write the result of a training and then its mark `DONE.json`; any trainer may end this way.
 
@@ -341,7 +313,6 @@ def finish_training(
         frames: env steps in all; default the sum.
         success: success rate of the skill on evaluation episodes.
         numbers: anything else worth showing.
-        episodes: start and end features of evaluation episodes, for the analysis.
 
     Raises:
         DataError: a result that nothing could be done with; it is not written.
@@ -350,9 +321,7 @@ def finish_training(
     to_global = run.local_to_global
     _check_result(run, experts, acted_frames)
     frames = steps_used(sum(acted_frames.values()) if frames is None else frames, "frames")
-    arrays = join_mixture(experts)
-    arrays |= {f"expert_{len(to_global)}/episodes/{key}": array for key, array in (episodes or {}).items()}
-    data = encode(arrays)
+    data = encode(join_mixture(experts))
     write_bytes(run.policies / "result.safetensors", data)
     return write_done(
         run.folder,
@@ -394,19 +363,11 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
         done = msgspec.convert(told, _Done, strict=False, str_keys=True)
     to_global = run.local_to_global
     mixture = split_mixture(decode(data, str(result))[0])
-    extra = mixture.pop(len(to_global), {})
     _check_result(run, mixture, {})
     return Outcome(
-        done["attempt"],
         {to_global[local]: params for local, params in mixture.items()},
         done["acted_frames"],
         done["frames"],
         done["success"],
         told["numbers"],
-        arrays_of("episodes", extra),
     )
-
-
-def amounts(skill: Skill) -> dict[str, dict[str, int]]:
-    """Requirements, consumption and gain under the names of the reference."""
-    return {where: dict(getattr(skill, where)) for where in ("requirements", "consumption", "gain")}

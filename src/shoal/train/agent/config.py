@@ -403,6 +403,9 @@ class TrainerConfig:
     optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
     stop_at_success: float | None = None
     """End early when a held-out evaluation reaches this success rate."""
+    stop_on_collapse: bool = True
+    """End early, as failed, when the policy has collapsed: for 10 iterations its entropy is below a tenth of the first,
+    hardly a group has different rewards, and less than half of the episodes succeed."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):

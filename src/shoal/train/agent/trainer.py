@@ -24,14 +24,13 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.gateway.programs import sessions_of
 from shoal.maths.updates import decayed
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import host_of, make_environments, make_roles
-from shoal.rollout.failures import FailureLog
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.report import FailureLog
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import Given, reward_list
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
@@ -229,8 +228,7 @@ class AgentTrainer(Closing):
 
     def worker_pids(self) -> list[int]:
         """The worker processes that play training episodes now; any thread may ask."""
-        collector = self._collector.collector
-        return collector.worker_pids() if isinstance(collector, ParallelRolloutManager) else []
+        return self._collector.collector.worker_pids()
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
@@ -243,9 +241,9 @@ class AgentTrainer(Closing):
             yield start
         settings = self.config.trainer
         enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
-        while self.progress.iteration < settings.iterations and self._success < enough:
+        while self._success < enough and not self._ended():
             row = self.train_iteration()
-            last = self.progress.iteration >= settings.iterations
+            last = self._ended(row)
             improved = False
             if last or self.progress.iteration % settings.eval_every == 0:
                 row |= self._validate()
@@ -271,8 +269,6 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}", self._collector
         trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
-        if not self._may_end_after(iteration + 1):
-            self._collector.prepare(iteration + 1, config.agent_proxy.sampling())
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         row |= signal_metrics(trajectories, learned, config)
         for group, rate in zip(self.optimizer.param_groups, config.algorithm.rates, strict=False):
@@ -303,11 +299,10 @@ class AgentTrainer(Closing):
             return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
-    def _may_end_after(self, done: int) -> bool:
-        """Whether `done` iterations are all, or an evaluation then may say so."""
-        settings = self.config.trainer
-        asks = settings.stop_at_success is not None and done % settings.eval_every == 0
-        return done >= settings.iterations or asks
+    def _ended(self, row: dict[str, Any] | None = None) -> bool:
+        """Whether all iterations are done, or by the rows so far and `row` the policy has collapsed."""
+        done = self.progress.iteration >= self.config.trainer.iterations
+        return done or self.processes.all_gather(lambda: self.records.collapsed(row))[0]
 
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
@@ -410,7 +405,7 @@ class AgentTrainer(Closing):
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         config, proxy = self.config, self.config.agent_proxy
         judged: dict[str, Any] = {"failures": self._failures, "judge": self._judge}
-        collector: ParallelRolloutManager | TrajectoryCollector
+        collector: TrajectoryCollector
         if proxy.use_parallel_rollout:
             judged |= {"sessions": sessions_of, "tools": self.toolbox}
             collector = ParallelRolloutManager(config, self.sampler, side=which, seed=seed, **judged)

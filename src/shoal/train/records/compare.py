@@ -89,7 +89,17 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
             return found("weights_version", said.weights_version, answered.weights_version, number)
     if len(one.turns) != len(other.turns):
         return found("the number of turns", len(one.turns), len(other.turns))
-    for name in ("terminated", "truncated", "success", "status", "error", "finish", "judged", "requests"):
+    for name in (
+        "terminated",
+        "truncated",
+        "success",
+        "status",
+        "error",
+        "ended",
+        "last",
+        "judged",
+        "requests",
+    ):
         if getattr(one, name) != getattr(other, name):
             return found(name, getattr(one, name), getattr(other, name))
     return None

@@ -34,6 +34,8 @@ from shoal.train.records.read import Recording, agent_config_of, recordings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
 """`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""
+OF_ITS_END = ("status", "error", "truncated", "terminated", "ended", "last", "the number of turns")
+"""In these a failed episode may differ from its replay: what ended it was no part of it."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,8 @@ class Replay(Closing):
         level = "L2" if self.config.engine.name == "tiny" and self.device == "cpu" else "L1"
         one, other = _without_versions(record), _without_versions(again)
         found = difference_of(one, other, tokens_only=level != "L2")
-        if record.status != "ok" and found is not None and found.what in ("status", "error", "truncated", "terminated",
-                                                                       "the number of turns"):  # fmt: skip
-            return None  # what ended it was no part of the episode
+        if record.status != "ok" and found is not None and found.what in OF_ITS_END:
+            return None
         return found
 
     def tokenizer(self) -> ChatTokenizer:
@@ -355,7 +356,7 @@ class _Writer:
 
     def _recorded(self, number: int) -> Completion | None:
         if number > len(self.record.turns):
-            if self.record.finish != "context":
+            if self.record.ended != "context":
                 return None
             return Completion((), (), "context")
         turn = self.record.turns[number - 1]

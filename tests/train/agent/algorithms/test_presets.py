@@ -159,7 +159,7 @@ def test_a_dataclass_and_the_equal_mapping_are_one_config():
 
 def test_the_rates_of_a_pretrained_model_are_lower_and_one_that_is_given_stays():
     pretrained = AgentConfig(engine=EngineConfig(name="huggingface", model="m")).algorithm
-    assert (pretrained.learning_rate, pretrained.critic.learning_rate) == (3e-5, 1e-5)
+    assert (pretrained.learning_rate, pretrained.critic.learning_rate) == (1e-5, 1e-5)
     assert AgentConfig().algorithm.rates == (1e-3, 1e-3)
     assert compose_config("smollm2", ["algorithm.learning_rate=0.001"]).algorithm.learning_rate == 0.001
     with pytest.raises(ConfigError, match="learning_rate=auto follows from the engine"):
@@ -180,7 +180,7 @@ def test_what_another_setting_decided_is_printed_with_its_reason(capsys):
     assert main(["train", "--config-name", "smollm2", "agent_proxy.prompt.mode=append", "--cfg"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for setting, reason in (
-        ("learning_rate: 3.0e-05", "auto: 0.00003 for a pretrained model"),
+        ("learning_rate: 1.0e-05", "auto: 0.00001 for a pretrained model"),
         ("prefill: ''", "none: with mode append"),
     ):
         above = " ".join(lines[lines.index(setting) - 3 : lines.index(setting)])

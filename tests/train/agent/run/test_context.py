@@ -24,14 +24,14 @@ def play(folder, context):
 
 def test_a_prompt_that_fills_the_context_in_a_later_turn_is_counted_and_shown_as_that(tmp_path, capsys):
     row, episodes = play(tmp_path / "roomy", 1000)
-    assert row["context_full"] == 0.0
-    assert {t.finish for t in episodes} == {None}
+    assert "ended/context" not in row
+    assert {t.ended for t in episodes} <= {"env", "turns"}
     first = max(len(exchanges(t)[0].prompt_ids) + len(exchanges(t)[0].response_ids) for t in episodes)
 
     row, episodes = play(tmp_path / "tight", first + 10)
     long = [t for t in episodes if not t.terminated]
     assert long
-    assert all((t.finish, t.truncated, t.status, len(t.turns)) == ("context", True, "ok", 1) for t in long)
-    assert row["context_full"] == len(long) / len(episodes)
+    assert all((t.ended, t.truncated, t.status, len(t.turns)) == ("context", True, "ok", 1) for t in long)
+    assert row["ended/context"] == len(long) / len(episodes)
     assert main(["show", str(tmp_path / "tight"), "--file", "train-000001", "--worst"]) == 0
     assert "the prompt filled the context" in " ".join(capsys.readouterr().out.split())

@@ -10,9 +10,9 @@ import pytest
 from tests.records import Exchange, trajectory_of
 
 from shoal.core.data import Call, ToolUse, read_trajectories
-from shoal.rollout.driver import RolloutReport
 from shoal.rollout.factory import EnvTag
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
+from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.processes.distributed import Processes
@@ -218,7 +218,7 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(tmp
         learned.append(sorted({t.group for t in trajectories}))
         return prepare(trajectories, learner)
 
-    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.play import TrajectoryCollector
     from shoal.train.agent import trainer as agent
 
     prepare = agent.prepare_samples

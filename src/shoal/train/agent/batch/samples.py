@@ -89,7 +89,7 @@ def call_chains(calls: Sequence[Call]) -> list[list[int]]:
 
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
-    return trajectory.finish == "context" or any(call.finish == "length" for call in trajectory.calls)
+    return trajectory.ended == "context" or any(call.finish == "length" for call in trajectory.calls)
 
 
 # --- values of tokens, by sample and by turn

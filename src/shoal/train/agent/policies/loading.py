@@ -18,6 +18,7 @@ from shoal.samplers.models import resolve_model
 from shoal.samplers.registry import EngineConfig, close_engine, make_engine
 from shoal.samplers.sampler import require_trainable, require_weights
 from shoal.samplers.tiny import TinyNetwork
+from shoal.samplers.tokenizers import TinyTokenizer
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy
 from shoal.train.agent.policies.policy import Policy, TinyPolicy
@@ -174,7 +175,7 @@ def _read_otherwise(one: Any, other: Any) -> str:
 
 def _vocabulary(tokenizer: Any) -> dict[int, str]:
     """The tokens by their numbers, where a tokenizer says them."""
-    if hasattr(tokenizer, "tokens"):
+    if isinstance(tokenizer, TinyTokenizer):
         return dict(enumerate(tokenizer.tokens))
     tokens: dict[str, int] = getattr(getattr(tokenizer, "tokenizer", None), "get_vocab", dict)()
     return {number: token for token, number in tokens.items()}

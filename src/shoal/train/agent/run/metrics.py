@@ -31,11 +31,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_tokens": sum(t.n_tokens for t in whole) / n,
         "valid_actions": sum(turn.action_is_valid for turn in turns) / n_turns,
         "truncated": sum(t.truncated for t in whole) / n,
-        "context_full": sum(t.finish == "context" for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
+    endings = Counter(t.ended for t in trajectories if t.ended is not None)
+    row |= {f"ended/{why}": count / len(trajectories) for why, count in sorted(endings.items())}
     if uses := [use for turn in turns for use in turn.tools]:
         row["tool_calls"] = len(uses) / n
         row["tool_errors"] = sum(use.error is not None for use in uses) / len(uses)

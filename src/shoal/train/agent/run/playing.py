@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
-from shoal.rollout.driver import RolloutReport
+from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.filters import discounted
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import TrajectoryCollector
+from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig, FilterType
 from shoal.train.agent.optimizer import LOWER
@@ -102,7 +102,7 @@ class SharedCollector:
 
     def __init__(
         self,
-        collector: TrajectoryCollector | ParallelRolloutManager,
+        collector: TrajectoryCollector,
         processes: Processes,
         ready: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -131,13 +131,7 @@ class SharedCollector:
         self._reports.append([report for _, report in everyone if report is not None])
         return [trajectory for part, _ in everyone for trajectory in part]
 
-    def prepare(self, iteration: int, sampling: Sampling) -> None:
-        """Let this process's hosts begin its share of an iteration that is played next; none others have any."""
-        own = self._own_groups()
-        if own and isinstance(self.collector, ParallelRolloutManager):
-            self.collector.prepare(iteration, sampling, first_group=own.start, n_groups=len(own))
-
-    def _own_groups(self, first: int = 0, count: int | None = None) -> range:
+    def _own_groups(self, first: int, count: int | None) -> range:
         """The groups of `count` from `first` on that this process plays."""
         count = len(self.tags) if count is None else count
         rank, n = self._processes.rank, self._processes.count

@@ -18,7 +18,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers, replacing, write_text
 from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
 from shoal.rollout.journal import Journal
-from shoal.train.advice import Advice, Rejected, advise
+from shoal.train.advice import Advice, Rejected, advise, has_collapsed
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.policies.policy import Critic, Policy
 from shoal.train.agent.processes.distributed import Processes
@@ -34,6 +34,11 @@ from shoal.train.boards import TensorBoard, WandB, draw_curves
 logger = logging.getLogger(__name__)
 DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
+COLLAPSED = (
+    "the policy has collapsed: it is sure of answers that do not solve the task, and for 10 iterations hardly a group "
+    "had different rewards to learn from; trainer.stop_on_collapse=false resume=true goes on"
+)
+"""Why a run ended with `trainer.stop_on_collapse`."""
 REDRAW = 10.0
 """Seconds between two drawings of the curves: one takes 0.3, which short iterations would wait for."""
 
@@ -110,6 +115,7 @@ class Records:
             remove_leftovers(self.folder.path / part)
         drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
         self._rows = list(kept)
+        self._judge()
         if kept:
             self.folder.add_clocks(kept[-1])
         return kept
@@ -126,18 +132,22 @@ class Records:
         row |= self.folder.clocks()
         self.folder.append_metrics(row)
         self._rows.append(finite(row))
-        self._warn(rejected)
+        self._judge(rejected)
+        self._warn()
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
         self._is_drawn = self._is_drawn and "heldout_success" not in row
         if time.monotonic() - self._drawn >= REDRAW:
             self._draw()
 
-    def _warn(self, rejected: Rejected | None) -> None:
-        """Log what keeps the run from learning, each cause once."""
+    def _judge(self, rejected: Rejected | None = None) -> None:
+        """Find what keeps the run from learning."""
         run = shlex.quote(str(self._config.run_dir or DEFAULT_FOLDER))
         found = advise(self._rows, self._settings, rejected, run)
         self._advice = [advice for advice in found if advice.level == "bad"]
+
+    def _warn(self) -> None:
+        """Log what keeps the run from learning, each cause once."""
         for advice in self._advice:
             if advice.title not in self._warned:
                 self._warned.add(advice.title)
@@ -183,8 +193,13 @@ class Records:
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 
+    def collapsed(self, row: Mapping[str, Any] | None = None) -> bool:
+        """Whether the policy has collapsed by the rows so far, and `row`, and the run is to end with that."""
+        rows = self._rows if row is None else [*self._rows, row]
+        return self._config.trainer.stop_on_collapse and has_collapsed(rows, self._settings)
+
     def finish(self, progress: Progress) -> None:
-        """Draw the last curves and write the summary."""
+        """Draw the last curves and write the summary; a run that was ended because it collapsed has failed."""
         if not self._writes:
             return
         self._draw()
@@ -192,7 +207,12 @@ class Records:
         last = held_out[-1] if held_out else {}  # somebody may have emptied the file
         final = {k: v for k, v in last.items() if k not in ("iteration", "seconds", "cpu_seconds")}
         final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
-        self.folder.finish(final, advice=[advice._asdict() for advice in self._advice])
+        advice = [advice._asdict() for advice in self._advice]
+        if self.collapsed():
+            logger.warning("iteration %d: %s", progress.iteration, COLLAPSED)
+            self.folder.finish(final, "failed", error=COLLAPSED, advice=advice)
+        else:
+            self.folder.finish(final, advice=advice)
         self._drop_episodes()
 
     def _drop_episodes(self) -> None:

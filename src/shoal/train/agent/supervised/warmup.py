@@ -21,11 +21,12 @@ from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
-from shoal.rollout.failures import FailureLog
+from shoal.rollout.plan import Assignment
+from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.report import FailureLog
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch.packing import Batching
@@ -223,7 +224,8 @@ def _play(
             env_seed = derive_seed(seed, "warmup-env", tag, number)
             places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), tag
         coach.expect(places)
-        played = dict(zip(envs, collector.play(places, ANY_LENGTH), strict=True))
+        assignments = [Assignment(i, place, tag) for i, (place, tag) in places.items()]
+        played = dict(zip(envs, collector.play(assignments, ANY_LENGTH), strict=True))
         for i, trajectory in played.items():
             lost = 0 if trajectory.status == "ok" else lost + 1
             if lost == MOST_LOST:

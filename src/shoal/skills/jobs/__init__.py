@@ -1,1 +1,0 @@
-"""A resumable graph of jobs whose results are kept as versions; nothing here knows what the jobs do."""
