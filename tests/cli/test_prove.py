@@ -40,10 +40,10 @@ def test_trainings_on_several_backends_leave_the_same_episodes_and_weights(tmp_p
 def test_a_training_that_differs_is_found_with_its_first_token(tmp_path, monkeypatch, capsys):
     from msgspec.structs import replace
 
-    from shoal.rollout import collector
+    from shoal.rollout import play
     from shoal.rollout.hosts.episodes import Begin
 
-    class Broken(collector.PoolHost):
+    class Broken(play.VectorHost):
         """One turn of one episode takes another token than the model wrote."""
 
         slot, answers = None, 0
@@ -59,7 +59,7 @@ def test_a_training_that_differs_is_found_with_its_first_token(tmp_path, monkeyp
                     message = replace(message, completion=replace(message.completion, token_ids=(other,)))
             return super().tell(message)
 
-    monkeypatch.setattr(collector, "PoolHost", Broken)
+    monkeypatch.setattr(play, "VectorHost", Broken)
     code, summary = proved(monkeypatch, tmp_path / "run", rows=("sequential", "synchronous"))
     assert code == 1
     assert (summary["status"], summary["metrics"]["equal"]) == ("failed", False)

@@ -367,10 +367,9 @@ def test_an_index_out_of_range_never_reaches_the_batch(space: Any, good: Any, ba
 
 
 class Nested(Counters):
-    """Its observations have parts, one of them again in parts; it resets in the step itself."""
+    """Its observations have parts, one of them again in parts."""
 
     def __init__(self, num_envs: int, autoreset_mode: AutoresetMode) -> None:
-        assert autoreset_mode is AutoresetMode.SAME_STEP  # it is asked for what is wanted
         super().__init__(num_envs, autoreset_mode=autoreset_mode)
         one = self.single_observation_space
         self.single_observation_space = spaces.Dict(a=one, b=spaces.Tuple((one, one)))  # type: ignore[assignment]
