@@ -202,7 +202,7 @@ def write_learning() -> None:
 
 def write_real_model() -> None:
     path = REPO / "benchmarks" / "results" / "real_model.jsonl"
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     lines = []
     for game in ("recipe", "maze", "number", "garden", "safe", "kiosk"):
         seeds = {row["seed"]: row for row in rows if row["game"] == game}

@@ -44,6 +44,7 @@ def test_the_pages_of_results_show_the_last_results(monkeypatch):
     monkeypatch.setattr(tables, "draw", lambda *_: None)
     tables.write_vector()
     tables.write_learning()
+    tables.write_real_model()
     assert len(made) > 6
     for page, name, text in made:
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in (ROOT / "docs" / page).read_text(), (
