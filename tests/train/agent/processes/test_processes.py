@@ -24,14 +24,14 @@ from shoal.train.agent.run.checkpoint import list_checkpoints
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.timeout(600)  # processes that start on a busy machine
 SETTINGS = [
-    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=30", "warmup.learning_rate=0.01",
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=15", "warmup.learning_rate=0.01",
     "es_manager.train.env_groups=3", "es_manager.train.group_size=5", "es_manager.val.env_groups=3",
     "algorithm.filter_groups.enable=false", "algorithm.entropy_coef=0.05", "algorithm.minibatch_size=37",
     "algorithm.kl.coef=0.01", "algorithm.adv_estimator=gae", "algorithm.weight_decay=0.01",
     "algorithm.rollout_correction.method=truncate", "agent_proxy.format_penalty=0.2", "agent_proxy.max_turn=3",
     "trainer.eval_every=2", "trainer.save_every=1", "trainer.tensorboard=false", "use_parallel_envs=false",
 ]  # fmt: skip
-FINE = 5e-5  # some CPUs add in an order that depends on the shape, and Adam lets the rounding of small gradients grow
+FINE = 1e-5  # with rewards that differ from the first iteration on: Adam makes whole steps of a gradient of rounding
 TIMES = ("seconds", "cpu_seconds", "tokens_per_second", "update_tokens_per_second", "share_", "engine_busy")
 
 

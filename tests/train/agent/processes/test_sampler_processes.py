@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import transformers
-from tests.train.agent.processes.test_processes import SETTINGS, launch, rows_of, same_run
+from tests.train.agent.processes.test_processes import FINE, SETTINGS, launch, rows_of, same_run
 from tests.train.agent.tiny_model import write_tiny_model
 
 pytest.importorskip("accelerate")
@@ -35,7 +35,7 @@ def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding
     done = launch(tmp_path / "run", 2, "trainer.iterations=3", *settings)
     assert done.returncode == 0, done.stderr
     assert "ray engine" in done.stdout
-    same_run(alone, tmp_path / "run", 5e-5)
+    same_run(alone, tmp_path / "run", FINE)
 
 
 def test_one_cluster_takes_the_replicas_of_all_processes(alone, tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_one_cluster_takes_the_replicas_of_all_processes(alone, tmp_path, monkey
         head.wait()
         shutil.rmtree(short, ignore_errors=True)
     assert done.returncode == 0, done.stderr
-    same_run(alone, tmp_path / "run", 5e-5)
+    same_run(alone, tmp_path / "run", FINE)
 
 
 @pytest.mark.skipif(not PYTHON, reason="SHOAL_TEST_VLLM names no Python with vLLM")
