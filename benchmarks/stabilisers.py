@@ -276,6 +276,7 @@ def run_case(case: Case, iterations: int | None = None) -> Run:
             f"trainer.save_every={iterations}",
             f"trainer.save_trajectories_every={iterations}",
             "trainer.stop_at_success=null",
+            "trainer.stop_on_collapse=false",
             "trainer.tensorboard=false",
         ]
         clock = time.process_time()
