@@ -35,7 +35,7 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
-from shoal.train.agent.algorithms.conflicts import refuse_without_signal
+from shoal.train.agent.algorithms.conflicts import doubts_of, refuse_without_signal
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
@@ -99,10 +99,6 @@ class AgentTrainer(Closing):
             config = replace(config, rewards=reward_list(rewards))
         refuse_taken(config)
         refuse_without_signal(config)
-        warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
-        if warmup >= iterations:
-            message = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
-            logger.warning(message, warmup, iterations)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
@@ -171,6 +167,9 @@ class AgentTrainer(Closing):
             self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic, reference, teacher, config.seed,
             self.processes, self._token_budget(), config.trainer.log_entropy,
         )  # fmt: skip
+        window = 1 if config.agent_proxy.prompt.mode == "append" else self._most_turns()
+        for doubt in doubts_of(config, len(self.train_envs.tags) * self.train_envs.group_size * window):
+            logger.warning("%s", doubt)
         self.progress = Progress(0, 0.0, 0, 0)
         self._failures = FailureLog()
         self._judge: Judge | None = None
@@ -189,15 +188,18 @@ class AgentTrainer(Closing):
         """Episodes of a resumed run that ended after its checkpoint, and are not played again."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
+    def _most_turns(self) -> int:
+        """Turns of the longest episode."""
+        roles = make_roles(self.config.custom_envs, self.train_envs.tags, self.config.agent_proxy.max_turn)
+        return max(role.max_turns for role in roles.values())
+
     def _token_budget(self) -> int:
         """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
 
         Turns with calls of tools come before.
         """
-        proxy, tags, turns = self.config.agent_proxy, self.train_envs.tags, 1
-        if proxy.prompt.mode == "append":
-            roles = make_roles(self.config.custom_envs, tags, proxy.max_turn)
-            turns = max(role.max_turns for role in roles.values())
+        proxy = self.config.agent_proxy
+        turns = self._most_turns() if proxy.prompt.mode == "append" else 1
         return proxy.token_limit * (turns + proxy.max_tool_turns * bool(self.toolbox.tools))
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.algorithms.advantages import critic_advantages, teacher_advantages, turn_advantages
 from shoal.train.agent.algorithms.losses import (
+    LOSSES,
     Tokens,
     aggregation_weights,
     entropy_bonus,
@@ -253,7 +254,7 @@ def update(
     if coef != algorithm.entropy_coef:
         learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
-    if algorithm.policy_loss == "likelihood":
+    if not LOSSES[algorithm.policy_loss].ratios:
         noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:

@@ -1,7 +1,8 @@
-"""Settings of agent training that exclude each other, and runs that could learn nothing."""
+"""Settings of agent training that exclude each other, those that rarely help, and runs that could learn nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,29 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"algorithm.gigpo.statistics={algorithm.gigpo.statistics} has no effect with "
             f"agent_proxy.reward_normalization.method=identity, which leaves rewards as they are: leave one of the two "
             f"out"
+        )
+
+
+def doubts_of(config: AgentConfig, samples: int) -> Iterator[str]:
+    """A sentence for each setting that may spoil a run, with the remedy.
+
+    Args:
+        config: of the run.
+        samples: of an iteration, at most.
+    """
+    algorithm, warmup, iterations = (
+        config.algorithm,
+        config.algorithm.critic.warmup,
+        config.trainer.iterations,
+    )
+    if warmup >= iterations:
+        yield f"algorithm.critic.warmup={warmup}: in all of the {iterations} iterations the critic learns alone"
+    steps = algorithm.epochs * math.ceil(samples / (algorithm.minibatch_size or samples))
+    if steps > 1 and not LOSSES[algorithm.policy_loss].ratios:
+        yield (
+            f"algorithm.policy_loss={algorithm.policy_loss} has no ratios, which tell how far the policy has moved, "
+            f"and up to {steps} gradient steps a batch may take it too far: set algorithm.minibatch_size=null and "
+            f"algorithm.epochs=1, or algorithm.policy_loss=clip"
         )
 
 

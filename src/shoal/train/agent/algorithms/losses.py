@@ -52,6 +52,8 @@ class Loss:
     compute: Callable[[Tokens, Algorithm], PolicyLoss]
     conflicts: Callable[[Algorithm], Iterator[str]] | None = None
     """Gives a sentence for each setting that would have no effect."""
+    ratios: bool = True
+    """Whether it compares `logprobs` with `old_logprobs`: without, nothing tells how far several steps have moved."""
 
 
 LOSSES: Registry[Loss] = Registry("policy loss")
@@ -63,7 +65,7 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
     Args:
         name: what `algorithm.policy_loss` takes.
         replace: a loss of that name.
-        about: `conflicts`.
+        about: `conflicts`, `ratios`.
 
     It must be pure, as an estimator of `advantage`.
     """
@@ -142,7 +144,7 @@ def _no_bounds(config: Algorithm) -> Iterator[str]:
             )
 
 
-@policy_loss("likelihood", conflicts=_no_bounds)
+@policy_loss("likelihood", conflicts=_no_bounds, ratios=False)
 def _likelihood_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """REINFORCE without ratios; with advantages of 1 the cross-entropy of supervised learning."""
     losses = -tokens.advantages * tokens.logprobs
