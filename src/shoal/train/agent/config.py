@@ -214,7 +214,8 @@ class Algorithm:
     max_grad_norm: float | None = 1.0
     """Longer gradients are shortened to this length; 0 or null leaves them as they are."""
     overlong_filter: bool = False
-    """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
+    """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO). What
+    `prompt.closing` is put behind is whole."""
     rollout_filter_ratio: float = 1.0
     """Share of the groups played to learn from: those that score highest; 1 keeps all."""
     rollout_filter_type: FilterType = "std"

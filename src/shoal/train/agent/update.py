@@ -153,7 +153,8 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
     if not algorithm.overlong_filter:
         return samples
-    return [s for s, (trajectory, _) in zip(samples, owners, strict=True) if not was_cut(trajectory)]
+    closing = proxy.prompt.closing
+    return [s for s, (trajectory, _) in zip(samples, owners, strict=True) if not was_cut(trajectory, closing)]
 
 
 def _correction(algorithm: Algorithm, old: Floats, sampled: Floats) -> Floats:
@@ -216,8 +217,8 @@ def advantages_of(
         samples: what it made of them.
         learner: that it was given.
     """
-    overlong = learner.algorithm.overlong_filter
-    trained = [t for t in learned if samples and not (overlong and was_cut(t))]
+    overlong, closing = learner.algorithm.overlong_filter, learner.proxy.prompt.closing
+    trained = [t for t in learned if samples and not (overlong and was_cut(t, closing))]
     nested = by_turn(trained, [sample.columns["advantages"] for sample in samples])
     shortest = [[list(map(float, turn.astype("float32").astype("U"))) for turn in turns] for turns in nested]
     found = {id(t): turns for t, turns in zip(trained, shortest, strict=True)}

@@ -110,7 +110,8 @@ def signal_metrics(
         "groups_trained": float(len({t.group for t in learned})),
     }
     if config.algorithm.overlong_filter:
-        row["overlong_episodes"] = sum(map(was_cut, whole)) / max(1, len(whole))
+        closing = config.agent_proxy.prompt.closing
+        row["overlong_episodes"] = sum(was_cut(t, closing) for t in whole) / max(1, len(whole))
     kinds = config.custom_envs
     if of_programs := [t for t in whole if t.env in kinds and kinds[t.env].env_type == "program"]:
         parents = [Counter(call.parent for call in t.calls) for t in of_programs]
