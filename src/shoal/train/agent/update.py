@@ -255,7 +255,7 @@ def update(
     if coef != algorithm.entropy_coef:
         learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
-    if not LOSSES[algorithm.policy_loss].ratios:
+    if not LOSSES[algorithm.policy_loss].bounds:
         noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:

@@ -26,7 +26,7 @@ from shoal.core.seeding import stream
 from shoal.samplers.models import looks_back
 from shoal.samplers.sampler import ROUNDING
 from shoal.train.agent.algorithms.advantages import group_relative
-from shoal.train.agent.algorithms.losses import LOSSES, Aggregation
+from shoal.train.agent.algorithms.losses import Aggregation, unread_bounds
 from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
 from shoal.train.agent.batch.samples import Column, Floats, Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, check_ranges
@@ -70,8 +70,7 @@ class RecordedTraining:
         algorithm = self.algorithm()
         check_fields(self)
         if self.objective == "grpo":
-            conflicts = LOSSES[self.policy_loss].conflicts
-            for conflict in () if conflicts is None else conflicts(algorithm):
+            for conflict in unread_bounds(algorithm):
                 raise ConfigError(conflict.replace("algorithm.", ""))
             return
         for name in ("policy_loss", "clip_ratio_low", "clip_ratio_high"):
