@@ -48,7 +48,7 @@ from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.determinism import applies, deterministic, threads
 from shoal.train.agent.processes.distributed import Processes
 from shoal.train.agent.run.answers import with_room
-from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shoal.train.agent.run.metrics import (
     heldout_metrics,
     iteration_times,
@@ -364,7 +364,7 @@ class AgentTrainer(Closing):
         )  # fmt: skip
 
     def _resume(self) -> Iterator[dict[str, Any]]:
-        folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
+        folder = self.records.checkpoints  # the first process puts it in order for all
         newest = self.processes.all_gather(
             lambda: newest_checkpoint(folder) if self.processes.first else None
         )
@@ -398,10 +398,14 @@ class AgentTrainer(Closing):
         return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
-        networks = (self.policy, self.critic, self.optimizer)
         self._doing = "writing a checkpoint", None
-        save = partial(self.records.save, *networks, self.progress, self._settings, self.processes, best=best)
-        self.processes.all_gather(save)
+        trained, folder = (self.policy, self.critic, self.optimizer), self.records.checkpoints
+        keep, rates = self.config.trainer.keep_checkpoints, self.config.rates
+        save = partial(save_checkpoint, folder, *trained, self.progress, self._settings, keep)
+        [path, *_] = self.processes.all_gather(
+            partial(save, rates=rates, best=best, processes=self.processes)
+        )
+        self.records.saved(path, self.progress.iteration)
         self._journal.begin_anew()
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
