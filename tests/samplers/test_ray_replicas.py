@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.errors import EngineError
 from shoal.gateway.chats import Asked, Turn
-from shoal.gateway.sessions import Session
+from shoal.gateway.sessions import Session, Tokens
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.scripted import RandomEngine
@@ -107,7 +107,7 @@ def replicas_of(engine, chats, turns):
     """How many calls each replica answered of chats of so many turns that a program has through a gateway."""
 
     async def play():
-        session = Session("x", Key(0, (3, 1, 2)), engine.tokenizer, client)
+        session = Session("x", Key(0, (3, 1, 2)), Tokens(engine.tokenizer), client)
         for number in range(chats):
             said = ()
             for turn in range(turns):

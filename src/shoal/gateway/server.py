@@ -26,8 +26,7 @@ from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
-from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
-from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
 
@@ -132,12 +131,11 @@ class Gateway:
         model: str = "shoal",
         by_asking: bool = True,
     ) -> None:
-        self.sampler, self.tokenizer, self.max_tokens = sampler, tokenizer, max_tokens
+        self.sampler, self.tokens, self.max_tokens = sampler, Tokens(tokenizer), max_tokens
         self.seed, self.model, self._by_asking = seed, model, by_asking
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
-        self._prompter = Prompter(PromptConfig(), tokenizer) if hasattr(tokenizer, "render") else None
         self.warned = False
         """Whether it was said that a program asks several things at once."""
 
@@ -161,9 +159,7 @@ class Gateway:
         if key is None:
             key = Key(self.seed, (derive_seed(self.seed, "session", name),))
         write = None if self._record is None else self._record.add
-        self.sessions[name] = Session(
-            name, key, self.tokenizer, self.sampler, write, prompter=self._prompter, **limits
-        )
+        self.sessions[name] = Session(name, key, self.tokens, self.sampler, write, **limits)
         return self.sessions[name]
 
     def url(self, base: str, session: str) -> str:

@@ -2,7 +2,8 @@
 
 A call that goes on from a recorded one reuses its tokens as they are: only what is new is put into the chat template.
 Anything else begins a new root. The noise of an answer is keyed by the session, the prompt and how often that prompt
-was asked before, so programs that ask in parallel get the same answers in any order of arrival.
+was asked before, so programs that ask in parallel get the same answers in any order of arrival. Long texts are
+tokenized in threads, while the event loop answers other sessions.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from shoal.core.data import Call, Counted, Requests
 from shoal.core.errors import EngineError
+from shoal.core.executors import in_own_thread
 from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
-from shoal.rollout.prompts import Prompter
+from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
 from shoal.samplers.sampler import Sampling as Picking
 from shoal.samplers.tokenizers import TemplateTokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Turns = tuple[tuple[str, str], ...]
 Budget = Literal["calls", "context"]
 MOST_REASONS = 20
 """Different refusals of a session that are recorded in full."""
 MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
+
+
+SHORT = 1024
+"""Characters or tokens of what is tokenized at once: a third of a millisecond at most."""
 
 
 class Answers(Protocol):
@@ -90,38 +98,84 @@ class SpentError(RefusedError):
         self.budget: Budget = budget
 
 
+class Tokens:
+    """The tokenizer of all sessions: what is long is done in a thread, and no session waits for another one's text.
+
+    What is short is done at once, unless the tokenizer is at work in a thread: it serves one at a time.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.template = TemplateTools(tokenizer) if isinstance(tokenizer, TemplateTokenizer) else None
+        self.prompter = Prompter(PromptConfig(), tokenizer)
+        """Knows how often it is still to be looked whether the chat template writes chats otherwise."""
+        self._in_threads = 0
+
+    async def work(self, call: Callable[[], T], size: int) -> T:
+        """What a call with the tokenizer returns.
+
+        Args:
+            call: reads or writes so much.
+            size: in characters or tokens.
+        """
+        if size <= SHORT and not self._in_threads:
+            return call()
+        self._in_threads += 1
+        try:
+            return await asyncio.wrap_future(in_own_thread(call, "shoal-tokenizer"))
+        finally:
+            self._in_threads -= 1
+
+
+class Prompt(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: tuple[int, ...]
+    parent: int | None  # the call that it goes on from
+    digest: str  # of the tokens
+
+
+class Written(NamedTuple):
+    """What a choice of an answer says."""
+
+    said: Said
+    stop: str | None  # the text that ended it
+    sent_back: tuple[str, ...]  # how programs send it back; as it was said first
+
+
 class Session:
     """The calls of one program.
 
     Args:
         name: of the session.
         key: seed and path that name its noise.
-        tokenizer: of the model.
+        tokens: the tokenizer.
         sampler: what answers.
         write: writes a recorded call down; it is answered only afterwards.
         fixed: how tokens are picked, whatever a program asks for; of the limits of an answer the least holds.
         most_calls: further ones are refused.
-        prompter: knows how often it is still to be looked whether the chat template writes chats otherwise.
     """
 
     def __init__(
         self,
         name: str,
         key: Key,
-        tokenizer: ChatTokenizer,
+        tokens: Tokens,
         sampler: Answers,
         write: Callable[[Recorded], Awaitable[None]] | None = None,
         *,
         fixed: Picking | None = None,
         most_calls: int | None = None,
-        prompter: Prompter | None = None,
     ) -> None:
         self.name, self.key = name, key
         self.calls: list[Recorded] = []
         self.closed = False
-        self._fixed, self._most, self._prompter = fixed, most_calls, prompter
-        self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
-        self._template = TemplateTools(tokenizer) if isinstance(tokenizer, TemplateTokenizer) else None
+        self._fixed, self._most = fixed, most_calls
+        self._tokens, self._sampler, self._write = tokens, sampler, write
+        self._order = asyncio.Lock()  # prompts are made in the order in which they came
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
         self._chats: dict[int, tuple[int, ...]] = {}  # of each call: the path of the noise of its first one
@@ -202,45 +256,51 @@ class Session:
             self._under_way -= 1
 
     async def _sampled(self, asked: Asked) -> list[Answer]:
-        sampling = self._sampling(asked.sampling)
-        prompt, parent = self._prompt(asked.chat, asked.turns)
-        prompt += self._tokenizer.encode(asked.begun)
-        digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-        used = self._asked[digest]
-        free = (nth for nth in itertools.count() if nth not in used)
-        places = list(itertools.islice(free, asked.choices))
-        used.update(places)
-        paths = [(*self.key.path, int(digest, 16) >> 1, nth) for nth in places]
-        chats = paths if parent is None else [self._chats[parent]] * len(paths)
+        sampling, work = self._sampling(asked.sampling), self._tokens.work
+        async with self._order:
+            prompt = await work(partial(self._prompt, asked), sum(len(turn.text) for turn in asked.chat))
+            used = self._asked[prompt.digest]
+            free = (nth for nth in itertools.count() if nth not in used)
+            numbers = list(itertools.islice(free, asked.choices))
+            used.update(numbers)
+        paths = [(*self.key.path, int(prompt.digest, 16) >> 1, nth) for nth in numbers]
+        chats = paths if prompt.parent is None else [self._chats[prompt.parent]] * len(paths)
         requests = [
-            Request(prompt, Key(self.key.seed, path), sampling, chat=chat)
+            Request(prompt.ids, Key(self.key.seed, path), sampling, chat=chat)
             for path, chat in zip(paths, chats, strict=True)
         ]
         try:
+            self._check_open()
             done = await asyncio.gather(*map(self._sampler.sample, requests))
-            if self.closed:
-                raise ClosedError(self.name)
             if done[0].finish == "context":
                 raise SpentError(
-                    f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
+                    f"the prompt of {len(prompt.ids)} tokens leaves no room in the context of the model",
                     "context",
                     param="messages",
                 )
+            texts = await work(partial(self._read, asked, done), sum(len(one.token_ids) for one in done))
+            self._check_open()
         except Exception as error:  # nothing was answered: who asks again gets what would have been said
-            used.difference_update(places)
+            used.difference_update(numbers)
             if isinstance(error, EngineError | TimeoutError):
-                self._failed[digest] = error if isinstance(error, EngineError) else EngineError(str(error))
+                self._failed[prompt.digest] = (
+                    error if isinstance(error, EngineError) else EngineError(str(error))
+                )
             raise
-        self._failed.pop(digest, None)
+        self._failed.pop(prompt.digest, None)
         answers = [
-            self._record(asked, prompt, parent, digest, nth, one)
-            for nth, one in zip(places, done, strict=True)
+            self._record(asked, prompt, nth, one, text)
+            for nth, one, text in zip(numbers, done, texts, strict=True)
         ]
         self._chats |= {answer.number: chat for answer, chat in zip(answers, chats, strict=True)}
         self._overridden.update(self._not_taken(asked))
         if self._write is not None:
             await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
         return answers
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(self.name)
 
     def _sampling(self, asked: Picking) -> Picking:
         """How tokens are picked: as asked, within what the run says."""
@@ -260,86 +320,95 @@ class Session:
             if not taken:
                 yield f"{name}={value}"
 
-    def _prompt(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int | None]:
-        """The tokens of a prompt, and the call that it goes on from."""
+    # --- with the tokenizer, in any thread
+    def _prompt(self, asked: Asked) -> Prompt:
+        """The prompt of a request, which goes on from a call where that is possible."""
+        chat, turns, begun = asked.chat, asked.turns, self._tokens.tokenizer.encode(asked.begun)
+        ids, parent = self._going_on(chat, turns) or (self._root(chat), None)
+        ids += begun
+        return Prompt(ids, parent, hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16])
+
+    def _going_on(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int] | None:
+        """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""
         ends = self._ends.get(_stripped(turns[:-1]))
-        if ends:  # several end so if they differ in blanks or tokens alone
-            last = turns[-2][1]
-            parent = min(
-                ends, key=lambda n: (self.calls[n].answer != last, self.calls[n].digest, self.calls[n].nth)
-            )
-            try:
-                prompt = self._continued(parent, chat[-1])
-            except EngineError as error:  # the template writes earlier turns anew
-                logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
-            else:
-                self._check_drift(parent, chat, prompt)
-                return prompt, parent
+        if not ends:
+            return None
+        # several end so if they differ in blanks or tokens alone
+        last, calls = turns[-2][1], self.calls
+        parent = min(ends, key=lambda n: (calls[n].answer != last, calls[n].digest, calls[n].nth))
         try:
-            return self._tokenizer.start([one for turn in chat for one in self._messages(turn)]), None
+            ids = self._continued(parent, chat[-1])
+        except EngineError as error:  # the template writes earlier turns anew
+            logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
+            return None
+        self._check_drift(parent, chat, ids)
+        return ids, parent
+
+    def _root(self, chat: Sequence[Turn]) -> tuple[int, ...]:
+        """The tokens of a chat that goes on from nothing."""
+        try:
+            return self._tokens.tokenizer.start([one for turn in chat for one in self._messages(turn)])
         except EngineError as error:
             raise RefusedError(str(error), param="messages") from error
 
     def _continued(self, parent: int, turn: Turn) -> tuple[int, ...]:
         """The tokens of a prompt that goes on from a call by one turn."""
-        said, tokenizer = self.calls[parent].call.response_ids, self._tokenizer
-        if turn.results and self._template is not None:
-            new = self._template.extend(said, turn.results)
+        said, template = self.calls[parent].call.response_ids, self._tokens.template
+        if turn.results and template is not None:
+            new = template.extend(said, turn.results)
         else:
-            new = tokenizer.extend(said, {"role": "user", "content": turn.text})
+            new = self._tokens.tokenizer.extend(said, {"role": "user", "content": turn.text})
         return self._prompts[parent] + said + new
 
     def _messages(self, turn: Turn) -> list[Message]:
         """A turn as the messages of a chat."""
-        if turn.results and self._template is not None:
+        if turn.results and self._tokens.template is not None:
             with contextlib.suppress(EngineError):  # a template that has no place for results
-                return self._template.messages(turn.results)
+                return self._tokens.template.messages(turn.results)
         return [{"role": turn.role, "content": turn.text}]
 
     def _check_drift(self, parent: int, chat: Sequence[Turn], prompt: tuple[int, ...]) -> None:
         """Warn, the first few times, if the chat template writes a chat otherwise than the model sees it."""
-        if self._prompter is None or not self._prompter.checks_drift:
+        if not self._tokens.prompter.checks_drift:
             return
         shown = list(map(self._messages, chat))
         number: int | None = parent
         while number is not None:  # answers as they were said, whatever a program made of them
             recorded = self.calls[number]
-            said = self._tokenizer.decode(recorded.call.response_ids)
+            said = self._tokens.tokenizer.decode(recorded.call.response_ids)
             shown[len(recorded.turns)] = [{"role": "assistant", "content": recorded.begun + said}]
             number = recorded.call.parent
-        self._prompter.check_drift([message for turn in shown for message in turn], prompt)
+        self._tokens.prompter.check_drift([message for turn in shown for message in turn], prompt)
 
-    def _record(
-        self,
-        asked: Asked,
-        prompt: tuple[int, ...],
-        parent: int | None,
-        digest: str,
-        nth: int,
-        done: Completion,
-    ) -> Answer:
-        text = self._tokenizer.decode(done.token_ids)
-        end, stop = min(
-            ((text.find(one), one) for one in asked.sampling.stop if one in text), default=(None, None)
-        )
-        said = read_answer(text[:end], asked.tools)
-        known = (
-            0 if parent is None else len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
-        )
-        call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
+    def _read(self, asked: Asked, done: Sequence[Completion]) -> list[Written]:
+        """What the choices of an answer say."""
+        found = []
+        for one in done:
+            text = self._tokens.tokenizer.decode(one.token_ids)
+            ends = ((text.find(stop), stop) for stop in asked.sampling.stop if stop in text)
+            end, stop = min(ends, default=(None, None))
+            sent_back = [text[:end]]
+            if stop is not None and text == f"{text[:end]}{stop}":
+                sent_back.append(text)  # programs may put the stop text back
+            whole = (read_answer(f"{asked.begun}{way}", asked.tools).canonical() for way in sent_back)
+            found.append(Written(read_answer(text[:end], asked.tools), stop, tuple(whole)))
+        return found
+
+    # --- the record
+    def _record(self, asked: Asked, prompt: Prompt, nth: int, done: Completion, text: Written) -> Answer:
+        ids, parent, digest = prompt
+        known = 0
+        if parent is not None:
+            known = len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
+        call = Call(ids[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
         self._answered_at = len(self._spent)
-        whole = read_answer(f"{asked.begun}{text[:end]}", asked.tools).canonical()
-        recorded = Recorded(self.name, number, digest, nth, call, asked.turns, whole, asked.begun)
-        self.calls.append(recorded)
-        self._prompts[number] = prompt
-        ways = [recorded.answer]
-        if stop is not None and text == f"{text[:end]}{stop}":
-            # Programs may put the stop text back.
-            ways.append(read_answer(f"{asked.begun}{text}", asked.tools).canonical())
-        for way in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
-            self._ends.setdefault(way, []).append(number)
-        return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
+        said = text.sent_back[0]
+        self.calls.append(Recorded(self.name, number, digest, nth, call, asked.turns, said, asked.begun))
+        self._prompts[number] = ids
+        for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in text.sent_back):
+            self._ends.setdefault(turns, []).append(number)
+        return Answer(number, text.said, done, len(ids), len(ids) - known, text.stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.
