@@ -219,7 +219,7 @@ REFUSED = [
         },
         "messages[1]",
     ),
-    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "surrogates"),
+    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the request is no JSON"),
     ({"messages": [{"role": "user", "content": "go", "weight": float("nan")}]}, "JSON"),
     ({"tools": 5}, "tools"),
     ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),

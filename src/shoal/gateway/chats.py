@@ -7,10 +7,11 @@ the same text here, in whatever order a tool's arguments stand, so a program tha
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
@@ -124,17 +125,15 @@ def with_schemas(parts: Sequence[Part], tools: Sequence[Mapping[str, Any]]) -> l
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of JSON that every reader of JSON can read: no NaN, no half of a surrogate pair.
+    """The value of JSON as every reader takes it: with NaN, or half of a surrogate pair, it is none.
 
     Raises:
         ValueError: it is none.
     """
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        return msgspec.json.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return value
 
 
 def listed(value: Any, param: str) -> list[Any]:
