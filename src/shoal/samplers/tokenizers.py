@@ -359,8 +359,6 @@ class TinyTokenizer:
     """
 
     end_ids = (END,)
-    brief = True
-    """What is written for it must be short: each letter is a token."""
 
     def __init__(self, words: Sequence[str] = ()) -> None:
         self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))

@@ -10,7 +10,6 @@ from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Event, Reply, Setup, Slot, SlotThreads
-from shoal.rollout.prompts import Prompter
 
 MISSED = 5.0
 """Seconds beyond the limits of envs after which a host that does not answer at all is given up."""
@@ -106,7 +105,7 @@ class InlineHost(Host):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
+        self._slot = Slot(setup, setup.prompter)
 
     def _send(self, message: Begin | Reply) -> None:
         self._hear(self._slot.handle(message))
