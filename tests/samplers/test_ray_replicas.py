@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import Asked, Turn
+from shoal.gateway.chats import ChatRequest, Part, Turn
 from shoal.gateway.sessions import Session, Tokens
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Key, Request, Sampling
@@ -111,9 +111,9 @@ def replicas_of(engine, chats, turns):
         for number in range(chats):
             said = ()
             for turn in range(turns):
-                said = (*said, Turn("user", f"chat {number}, turn {turn}"))
-                (answer,) = await session.answer(Asked(said, Sampling()))
-                said = (*said, Turn("assistant", answer.said.text))
+                said = (*said, Turn("user", (Part("user", f"chat {number}, turn {turn}"),)))
+                (answer,) = await session.answer(ChatRequest(said, Sampling()))
+                said = (*said, Turn("assistant", (Part("assistant", answer.text),)))
 
     with SamplerClient(engine) as client:
         asyncio.run(play())

@@ -8,18 +8,19 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
     answer_part,
     flag,
     listed,
+    offered_tool,
     result_part,
     turns_of,
-    with_schemas,
 )
 from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Answer
+from shoal.rollout.tools.functions import Tool
 
 KNOWN = {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
@@ -31,7 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def messages(body: Mapping[str, Any], most: int) -> Asked:
+def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A request of the messages API as turns.
 
     Args:
@@ -44,7 +45,6 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
         raise RefusedError("messages must be a list with at least one message", param="messages")
     off = body.get("tool_choice") == {"type": "none"}
     tools = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
-    tools = [] if off else tools
     system = text_of(body.get("system"), "system")
     parts = [Part("system", system)] if system else []
     parts += (part for place, message in enumerate(given) for part in _message(place, message))
@@ -52,18 +52,18 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
     sampling = sampling_of({**body, "stop": stop}, most, "max_tokens")
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling, model=str(body.get("model", "")),
-        stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
+    return ChatRequest(
+        turns_of(parts), sampling, model=str(body.get("model", "")),
+        stream=flag(body, "stream"), tools=() if off else tuple(tools),
     )  # fmt: skip
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: Any) -> Tool:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise RefusedError("tools: each must have a name and an input_schema", param="tools")
     if tool.get("type", "custom") != "custom":
         raise RefusedError(f"tools: one of type {tool['type']!r:.40} is not served here", param="tools")
-    return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+    return offered_tool(tool["name"], tool.get("description"), tool["input_schema"])
 
 
 def _message(place: int, message: Any) -> list[Part]:
@@ -87,9 +87,8 @@ def _message(place: int, message: Any) -> list[Part]:
         elif kind == "tool_use" and role == "assistant":
             calls.append((block.get("id"), ToolCall(str(block.get("name")), block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
-            failed = "error: " if block.get("is_error") else ""
-            text = failed + text_of(block.get("content"), param)
-            found.append(result_part(text, block.get("tool_use_id"), param))
+            text, failed = text_of(block.get("content"), param), bool(block.get("is_error"))
+            found.append(result_part(text, block.get("tool_use_id"), param, failed=failed))
         elif kind not in ("thinking", "redacted_thinking"):
             raise RefusedError(f"{param}: a block of {kind!r:.40} is not served here", param=param)
     if role == "assistant":
@@ -97,17 +96,17 @@ def _message(place: int, message: Any) -> list[Part]:
     return found or [Part("user", "", param)]
 
 
-def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def message_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """A message of the assistant."""
     answer = answers[0]
     content: list[dict[str, Any]] = []
-    if answer.said.text or not answer.said.calls:
-        content.append({"type": "text", "text": answer.said.text})
-    for place, call in enumerate(answer.said.calls):
+    if answer.text or not answer.calls:
+        content.append({"type": "text", "text": answer.text})
+    for place, call in enumerate(answer.calls):
         content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, place)}", "name": call.name,
                         "input": call.arguments})  # fmt: skip
     ended = "end_turn" if answer.stop is None else "stop_sequence"
-    ended = "max_tokens" if answer.cut else "tool_use" if answer.said.calls else ended
+    ended = "max_tokens" if answer.cut else "tool_use" if answer.calls else ended
     return {
         "id": f"msg_{session}_{answer.number}", "type": "message", "role": "assistant", "model": asked.model,
         "content": content, "stop_reason": ended, "stop_sequence": answer.stop,
@@ -115,7 +114,7 @@ def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dic
     }  # fmt: skip
 
 
-def message_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def message_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished message as server-sent events."""
 
     def event(kind: str, **more: Any) -> bytes:

@@ -12,18 +12,19 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
     answer_part,
     arguments_of,
     flag,
     listed,
+    offered_tool,
     result_part,
     turns_of,
-    with_schemas,
 )
 from shoal.gateway.sessions import Answer
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
 CHAT = {
@@ -95,8 +96,8 @@ def text_of(content: Any, param: str) -> str:
     raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
 
 
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a request as `{"name", "description", "parameters"}`; none where they may not be called."""
+def tools_of(body: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """The tools of a request; none where they may not be called."""
     found = []
     for tool in listed(body.get("tools"), "tools"):
         if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
@@ -104,11 +105,11 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
-        found.append({key: function.get(key) for key in ("name", "description", "parameters")})
-    return [] if body.get("tool_choice") == "none" else found
+        found.append(offered_tool(function["name"], function.get("description"), function.get("parameters")))
+    return () if body.get("tool_choice") == "none" else tuple(found)
 
 
-def chat(body: Mapping[str, Any], most: int) -> Asked:
+def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A chat completion as turns.
 
     Args:
@@ -129,11 +130,11 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
         begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
     parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+    return ChatRequest(
+        turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
         stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
-        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"), begun=begun,
+        tools=tools, usage=flag(options, "include_usage"), begun=begun,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
     if name is not None and not isinstance(name, str):
         raise RefusedError(f"{param}.name must be text, got {name!r:.80}", param=param)
     if role == "tool":
-        return result_part(text, message.get("tool_call_id"), param, name or None)
+        return result_part(text, message.get("tool_call_id"), param, tool=name or "")
     if name and (role != "assistant" or several):
         text = f"{name}: {text}"
     if role != "assistant":
@@ -197,7 +198,7 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
 
 
 # --- answers
-def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """A chat completion."""
     choices = []
     for place, answer in enumerate(answers):
@@ -226,16 +227,15 @@ def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[s
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    said = answer.said
-    found: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-    if said.calls:
-        found["content"] = said.text or None
+    found: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        found["content"] = answer.text or None
         found["tool_calls"] = [
             {
                 "id": call_id(answer, place), "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
-            for place, call in enumerate(said.calls)
+            for place, call in enumerate(answer.calls)
         ]  # fmt: skip
     return found
 
@@ -248,10 +248,10 @@ def call_id(answer: Answer, place: int) -> str:
 def _finish(answer: Answer) -> str:
     if answer.cut:
         return "length"
-    return "tool_calls" if answer.said.calls else "stop"
+    return "tool_calls" if answer.calls else "stop"
 
 
-def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def chat_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished chat completion as server-sent events."""
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
     answer_part,
@@ -17,7 +17,6 @@ from shoal.gateway.chats import (
     flag,
     result_part,
     turns_of,
-    with_schemas,
 )
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Answer
@@ -34,7 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def response(body: Mapping[str, Any], most: int) -> Asked:
+def response(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A request of the responses API as turns.
 
     Args:
@@ -46,12 +45,11 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
-    tools = tools_of(body)
     told = text_of(body.get("instructions"), "instructions")
     parts = [*([Part("system", told, "instructions")] if told else []), *_items(items)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
+    return ChatRequest(
+        turns_of(parts), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools_of(body),
     )  # fmt: skip
 
 
@@ -87,17 +85,17 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
         yield answer_part("".join(texts), calls, f"input[{len(items) - 1}]")
 
 
-def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def response_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """A response."""
     answer = answers[0]
     name = f"{session}_{answer.number}"
     output: list[dict[str, Any]] = []
-    if answer.said.text or not answer.said.calls:
-        part = {"type": "output_text", "text": answer.said.text, "annotations": [], "logprobs": []}
+    if answer.text or not answer.calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         ended = "incomplete" if answer.cut else "completed"
         message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": ended}
         output.append({**message, "content": [part]})
-    for place, call in enumerate(answer.said.calls):
+    for place, call in enumerate(answer.calls):
         output.append({
             "type": "function_call", "id": f"fc_{name}_{place}", "call_id": call_id(answer, place), "name": call.name,
             "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
@@ -116,7 +114,7 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     }  # fmt: skip
 
 
-def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def response_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished response as server-sent events."""
     count = 0
 

@@ -25,7 +25,7 @@ from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
-from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
+from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
@@ -42,9 +42,9 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 class Wire:
     """How a path speaks: requests into turns, answers into JSON and streams."""
 
-    read: Callable[[Mapping[str, Any], int], Asked]
-    write: Callable[[Asked, str, Sequence[Answer]], dict[str, Any]]
-    stream: Callable[[Asked, Mapping[str, Any]], Iterator[bytes]]
+    read: Callable[[Mapping[str, Any], int], ChatRequest]
+    write: Callable[[ChatRequest, str, Sequence[Answer]], dict[str, Any]]
+    stream: Callable[[ChatRequest, Mapping[str, Any]], Iterator[bytes]]
     error: Callable[[RefusedError], dict[str, Any]]
 
 
@@ -199,7 +199,7 @@ class Gateway:
             raise ClosedError(name)
         return found or self.open(name)
 
-    def _read(self, wire: Wire, body: bytes) -> Asked:
+    def _read(self, wire: Wire, body: bytes) -> ChatRequest:
         try:
             given = from_json(body)
         except ValueError as error:

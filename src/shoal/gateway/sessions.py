@@ -23,14 +23,15 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from shoal.core.data import Call, Counted, Requests
-from shoal.core.errors import EngineError
+from shoal.core.errors import ConfigError, EngineError
 from shoal.core.executors import in_own_thread
-from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.tools.template import TemplateTools
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
 from shoal.samplers.sampler import Sampling as Picking
-from shoal.samplers.tokenizers import TemplateTokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,6 +45,8 @@ MOST_BEYOND = 50
 
 SHORT = 1024
 """Characters or tokens of what is tokenized at once: a third of a millisecond at most."""
+MOST_TOOLS = 16
+"""Lists of tools for which it is kept how the model is shown them."""
 
 
 class Answers(Protocol):
@@ -58,7 +61,8 @@ class Answer:
     """One choice of an answer."""
 
     number: int
-    said: Said
+    text: str
+    calls: tuple[ToolCall, ...]
     completion: Completion
     prompt_tokens: int
     new_tokens: int  # of the prompt, beyond what the parent had
@@ -98,6 +102,14 @@ class SpentError(RefusedError):
         self.budget: Budget = budget
 
 
+class ChatFormat(NamedTuple):
+    """How chats with some tools are written for the model."""
+
+    tools: ToolChat
+    prompter: Prompter
+    """Knows how often it is still to be looked whether the chat template writes chats otherwise."""
+
+
 class Tokens:
     """The tokenizer of all sessions: what is long is done in a thread, and no session waits for another one's text.
 
@@ -109,10 +121,30 @@ class Tokens:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.template = TemplateTools(tokenizer) if isinstance(tokenizer, TemplateTokenizer) else None
-        self.prompter = Prompter(PromptConfig(), tokenizer)
-        """Knows how often it is still to be looked whether the chat template writes chats otherwise."""
         self._in_threads = 0
+        nothing: tuple[bytes, ...] = ()
+        self._formats = {nothing: self._make(())}  # by the schemas of the tools; the oldest first
+
+    async def of(self, asked: ChatRequest) -> ChatFormat:
+        """How chats with the tools of a request are written.
+
+        Raises:
+            RefusedError: the model cannot be shown these tools.
+        """
+        key = tuple(msgspec.json.encode(tool.schema) for tool in asked.tools)
+        if key not in self._formats:
+            made = await self.work(partial(self._make, asked.tools), SHORT + 1)
+            if len(self._formats) >= MOST_TOOLS:
+                self._formats.pop(next(filter(None, self._formats)))
+            self._formats[key] = made
+        return self._formats[key]
+
+    def _make(self, tools: Sequence[Tool]) -> ChatFormat:
+        try:
+            chat = ToolChat(self.tokenizer, tools)
+        except ConfigError as error:
+            raise RefusedError(f"tools: {error}", param="tools") from error
+        return ChatFormat(chat, Prompter(PromptConfig(), self.tokenizer, chat))
 
     async def work(self, call: Callable[[], T], size: int) -> T:
         """What a call with the tokenizer returns.
@@ -141,7 +173,8 @@ class Prompt(NamedTuple):
 class Written(NamedTuple):
     """What a choice of an answer says."""
 
-    said: Said
+    text: str
+    calls: tuple[ToolCall, ...]
     stop: str | None  # the text that ended it
     sent_back: tuple[str, ...]  # how programs send it back; as it was said first
 
@@ -225,7 +258,7 @@ class Session:
             if len(self._spent) - self._answered_at >= MOST_BEYOND:
                 self.exhausted.set()
 
-    async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
+    async def answer(self, asked: ChatRequest, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
         """The choices of an answer; a request that is sent again because its answer was lost gets that one.
 
         Args:
@@ -241,7 +274,7 @@ class Session:
             task = self._answers[digest] = asyncio.ensure_future(self._answer(asked))
         return await asyncio.shield(task)
 
-    async def _answer(self, asked: Asked) -> list[Answer]:
+    async def _answer(self, asked: ChatRequest) -> list[Answer]:
         if self._most is not None and self._begun + asked.choices > self._most:
             raise SpentError(f"this session has had its {self._most} calls (max_steps)", "calls", 403)
         self._begun += asked.choices
@@ -255,19 +288,22 @@ class Session:
         finally:
             self._under_way -= 1
 
-    async def _sampled(self, asked: Asked) -> list[Answer]:
+    async def _sampled(self, asked: ChatRequest) -> list[Answer]:
         sampling, work = self._sampling(asked.sampling), self._tokens.work
         async with self._order:
-            prompt = await work(partial(self._prompt, asked), sum(len(turn.text) for turn in asked.chat))
+            form = await self._tokens.of(asked)
+            prompt = await work(
+                partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
+            )
             used = self._asked[prompt.digest]
             free = (nth for nth in itertools.count() if nth not in used)
             numbers = list(itertools.islice(free, asked.choices))
             used.update(numbers)
         paths = [(*self.key.path, int(prompt.digest, 16) >> 1, nth) for nth in numbers]
-        chats = paths if prompt.parent is None else [self._chats[prompt.parent]] * len(paths)
+        begun = paths if prompt.parent is None else [self._chats[prompt.parent]] * len(paths)
         requests = [
             Request(prompt.ids, Key(self.key.seed, path), sampling, chat=chat)
-            for path, chat in zip(paths, chats, strict=True)
+            for path, chat in zip(paths, begun, strict=True)
         ]
         try:
             self._check_open()
@@ -278,7 +314,9 @@ class Session:
                     "context",
                     param="messages",
                 )
-            texts = await work(partial(self._read, asked, done), sum(len(one.token_ids) for one in done))
+            texts = await work(
+                partial(self._read, asked, form.tools, done), sum(len(one.token_ids) for one in done)
+            )
             self._check_open()
         except Exception as error:  # nothing was answered: who asks again gets what would have been said
             used.difference_update(numbers)
@@ -292,7 +330,7 @@ class Session:
             self._record(asked, prompt, nth, one, text)
             for nth, one, text in zip(numbers, done, texts, strict=True)
         ]
-        self._chats |= {answer.number: chat for answer, chat in zip(answers, chats, strict=True)}
+        self._chats |= {answer.number: chat for answer, chat in zip(answers, begun, strict=True)}
         self._overridden.update(self._not_taken(asked))
         if self._write is not None:
             await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
@@ -309,7 +347,7 @@ class Session:
             return asked
         return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
 
-    def _not_taken(self, asked: Asked) -> Iterator[str]:
+    def _not_taken(self, asked: ChatRequest) -> Iterator[str]:
         """The settings that a request names and the run decides otherwise."""
         if self._fixed is None:
             return
@@ -321,66 +359,61 @@ class Session:
                 yield f"{name}={value}"
 
     # --- with the tokenizer, in any thread
-    def _prompt(self, asked: Asked) -> Prompt:
+    def _prompt(self, asked: ChatRequest, form: ChatFormat) -> Prompt:
         """The prompt of a request, which goes on from a call where that is possible."""
-        chat, turns, begun = asked.chat, asked.turns, self._tokens.tokenizer.encode(asked.begun)
-        ids, parent = self._going_on(chat, turns) or (self._root(chat), None)
+        begun = self._tokens.tokenizer.encode(asked.begun)
+        ids, parent = self._going_on(asked, form) or (self._root(asked.chat, form.tools), None)
         ids += begun
         return Prompt(ids, parent, hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16])
 
-    def _going_on(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int] | None:
+    def _going_on(self, asked: ChatRequest, form: ChatFormat) -> tuple[tuple[int, ...], int] | None:
         """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""
+        turns, turn, tools = asked.turns, asked.chat[-1], form.tools
         ends = self._ends.get(_stripped(turns[:-1]))
         if not ends:
             return None
         # several end so if they differ in blanks or tokens alone
         last, calls = turns[-2][1], self.calls
         parent = min(ends, key=lambda n: (calls[n].answer != last, calls[n].digest, calls[n].nth))
+        said = calls[parent].call.response_ids
         try:
-            ids = self._continued(parent, chat[-1])
+            if turn.results:
+                new = tools.extend_results(said, turn.results)
+            else:
+                new = tools.tokenizer.extend(said, {"role": "user", "content": turn.text})
         except EngineError as error:  # the template writes earlier turns anew
             logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
             return None
-        self._check_drift(parent, chat, ids)
+        ids = self._prompts[parent] + said + new
+        self._check_drift(parent, asked, ids, form)
         return ids, parent
 
-    def _root(self, chat: Sequence[Turn]) -> tuple[int, ...]:
+    def _root(self, chat: Sequence[Turn], tools: ToolChat) -> tuple[int, ...]:
         """The tokens of a chat that goes on from nothing."""
+        messages = [one for turn in chat for one in _messages(turn, tools)]
         try:
-            return self._tokens.tokenizer.start([one for turn in chat for one in self._messages(turn)])
+            return tools.tokenizer.start(tools.with_tools(messages))
         except EngineError as error:
             raise RefusedError(str(error), param="messages") from error
 
-    def _continued(self, parent: int, turn: Turn) -> tuple[int, ...]:
-        """The tokens of a prompt that goes on from a call by one turn."""
-        said, template = self.calls[parent].call.response_ids, self._tokens.template
-        if turn.results and template is not None:
-            new = template.extend(said, turn.results)
-        else:
-            new = self._tokens.tokenizer.extend(said, {"role": "user", "content": turn.text})
-        return self._prompts[parent] + said + new
-
-    def _messages(self, turn: Turn) -> list[Message]:
-        """A turn as the messages of a chat."""
-        if turn.results and self._tokens.template is not None:
-            with contextlib.suppress(EngineError):  # a template that has no place for results
-                return self._tokens.template.messages(turn.results)
-        return [{"role": turn.role, "content": turn.text}]
-
-    def _check_drift(self, parent: int, chat: Sequence[Turn], prompt: tuple[int, ...]) -> None:
+    def _check_drift(
+        self, parent: int, asked: ChatRequest, prompt: tuple[int, ...], form: ChatFormat
+    ) -> None:
         """Warn, the first few times, if the chat template writes a chat otherwise than the model sees it."""
-        if not self._tokens.prompter.checks_drift:
+        if not form.prompter.checks_drift:
             return
-        shown = list(map(self._messages, chat))
+        shown = [_messages(turn, form.tools) for turn in asked.chat]
+        ahead = len(asked.turns) - len(shown)  # a system turn that has nothing but tools
         number: int | None = parent
         while number is not None:  # answers as they were said, whatever a program made of them
             recorded = self.calls[number]
             said = self._tokens.tokenizer.decode(recorded.call.response_ids)
-            shown[len(recorded.turns)] = [{"role": "assistant", "content": recorded.begun + said}]
+            answer: Message = {"role": "assistant", "content": recorded.begun + said}
+            shown[len(recorded.turns) - ahead] = [answer]
             number = recorded.call.parent
-        self._tokens.prompter.check_drift([message for turn in shown for message in turn], prompt)
+        form.prompter.check_drift([message for turn in shown for message in turn], prompt)
 
-    def _read(self, asked: Asked, done: Sequence[Completion]) -> list[Written]:
+    def _read(self, asked: ChatRequest, tools: ToolChat, done: Sequence[Completion]) -> list[Written]:
         """What the choices of an answer say."""
         found = []
         for one in done:
@@ -390,12 +423,14 @@ class Session:
             sent_back = [text[:end]]
             if stop is not None and text == f"{text[:end]}{stop}":
                 sent_back.append(text)  # programs may put the stop text back
-            whole = (read_answer(f"{asked.begun}{way}", asked.tools).canonical() for way in sent_back)
-            found.append(Written(read_answer(text[:end], asked.tools), stop, tuple(whole)))
+            whole = (_sent_back(*tools.split(f"{asked.begun}{way}")) for way in sent_back)
+            found.append(Written(*tools.split(text[:end]), stop, tuple(whole)))
         return found
 
     # --- the record
-    def _record(self, asked: Asked, prompt: Prompt, nth: int, done: Completion, text: Written) -> Answer:
+    def _record(
+        self, asked: ChatRequest, prompt: Prompt, nth: int, done: Completion, text: Written
+    ) -> Answer:
         ids, parent, digest = prompt
         known = 0
         if parent is not None:
@@ -408,7 +443,7 @@ class Session:
         self._prompts[number] = ids
         for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in text.sent_back):
             self._ends.setdefault(turns, []).append(number)
-        return Answer(number, text.said, done, len(ids), len(ids) - known, text.stop)
+        return Answer(number, text.text, text.calls, done, len(ids), len(ids) - known, text.stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.
@@ -430,6 +465,19 @@ class Session:
             ends.setdefault(prompt + call.response_ids, len(found))
             found.append((recorded, replace(call, parent=parent)))
         return found
+
+
+def _messages(turn: Turn, tools: ToolChat) -> list[Message]:
+    """A turn as the messages of a chat."""
+    if turn.results:
+        with contextlib.suppress(EngineError):  # a template that has no place for results
+            return tools.messages(turn.results)
+    return [{"role": turn.role, "content": turn.written(tools.written)}]
+
+
+def _sent_back(text: str, calls: Sequence[ToolCall]) -> str:
+    """What a program sends back that got this answer, as the text of its turn."""
+    return Part("assistant", text, calls=tuple((None, call) for call in calls)).written()
 
 
 def _stripped(turns: Turns) -> Turns:

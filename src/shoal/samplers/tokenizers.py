@@ -95,12 +95,14 @@ class TemplateTokenizer:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
         ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
-        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends)
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), threading.Lock(), ends)
 
-    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
+    def _begin(
+        self, tokenizer: Any, settings: dict[str, Any], own: Any, lock: threading.Lock, ends: tuple[int, ...]
+    ) -> None:
         self.tokenizer = tokenizer
         self._settings, self._ends = settings, ends
-        self._own, self._lock = own, threading.Lock()
+        self._own, self._lock = own, lock
         self._spaced = puts_spaces(self._ids)
         self._marks = self._marks_of_turns()
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
@@ -115,7 +117,8 @@ class TemplateTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was unpickled is nobody else's
-        self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
+        own = state["tokenizer"]
+        self._begin(own, state["settings"], own, threading.Lock(), state["ends"])
 
     @property
     def size(self) -> int:
@@ -165,7 +168,7 @@ class TemplateTokenizer:
     def with_settings(self, **settings: Any) -> TemplateTokenizer:
         """One whose template gets these settings too, such as `tools`."""
         twin = TemplateTokenizer.__new__(TemplateTokenizer)
-        twin._begin(self.tokenizer, {**self._settings, **settings}, copy.deepcopy(self.tokenizer), self._ends)
+        twin._begin(self.tokenizer, {**self._settings, **settings}, self._own, self._lock, self._ends)
         return twin
 
     def holds_control(self, text: str) -> bool:
