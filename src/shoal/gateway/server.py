@@ -26,7 +26,7 @@ from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, from_json
-from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session, Tokens
+from shoal.gateway.sessions import Choice, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
 
@@ -43,7 +43,7 @@ class Wire:
     """How a path speaks: requests into turns, answers into JSON and streams."""
 
     read: Callable[[Mapping[str, Any], int], ChatRequest]
-    write: Callable[[ChatRequest, str, Sequence[Answer]], dict[str, Any]]
+    write: Callable[[ChatRequest, str, Sequence[Choice]], dict[str, Any]]
     stream: Callable[[ChatRequest, Mapping[str, Any]], Iterator[bytes]]
     error: Callable[[RefusedError], dict[str, Any]]
 
@@ -308,7 +308,8 @@ class GatewayServer(Closing):
         self._listener = listening(port)
         self.base = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
-            make_app(gateway), log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1
+            make_app(gateway), log_level="error", access_log=False, server_header=False, lifespan="off",
+            timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._loop = Loop()
@@ -325,3 +326,9 @@ class GatewayServer(Closing):
             self._serving.result(5)
         self._loop.close()
         self._listener.close()
+
+    async def end(self) -> None:
+        """End the server at once, from inside its event loop."""
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.wait([asyncio.wrap_future(self._serving)])
+        self.close()
