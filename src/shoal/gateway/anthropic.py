@@ -19,7 +19,7 @@ from shoal.gateway.chats import (
     turns_of,
 )
 from shoal.gateway.openai import call_id, check, sampling_of, text_of
-from shoal.gateway.sessions import Answer
+from shoal.gateway.sessions import Choice
 from shoal.rollout.tools.functions import Tool
 
 KNOWN = {
@@ -47,7 +47,7 @@ def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
     tools = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
     system = text_of(body.get("system"), "system")
     parts = [Part("system", system)] if system else []
-    parts += (part for place, message in enumerate(given) for part in _message(place, message))
+    parts += (part for index, message in enumerate(given) for part in _message(index, message))
     stop = listed(body.get("stop_sequences"), "stop_sequences")
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
@@ -66,8 +66,8 @@ def _tool(tool: Any) -> Tool:
     return offered_tool(tool["name"], tool.get("description"), tool["input_schema"])
 
 
-def _message(place: int, message: Any) -> list[Part]:
-    param = f"messages[{place}]"
+def _message(index: int, message: Any) -> list[Part]:
+    param = f"messages[{index}]"
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant"):
         raise RefusedError(f"{param}.role must be user or assistant, got {role!r:.40}", param=param)
@@ -96,14 +96,14 @@ def _message(place: int, message: Any) -> list[Part]:
     return found or [Part("user", "", param)]
 
 
-def message_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def message_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A message of the assistant."""
     answer = answers[0]
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})
-    for place, call in enumerate(answer.calls):
-        content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, place)}", "name": call.name,
+    for index, call in enumerate(answer.calls):
+        content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, index)}", "name": call.name,
                         "input": call.arguments})  # fmt: skip
     ended = "end_turn" if answer.stop is None else "stop_sequence"
     ended = "max_tokens" if answer.cut else "tool_use" if answer.calls else ended
@@ -128,16 +128,16 @@ def message_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[by
         "usage": {**answer["usage"], "output_tokens": 0},
     }
     yield event("message_start", message=begun)
-    for place, block in enumerate(answer["content"]):
+    for index, block in enumerate(answer["content"]):
         text = block["type"] == "text"
         empty = {**block, "text": ""} if text else {**block, "input": {}}
-        yield event("content_block_start", index=place, content_block=empty)
+        yield event("content_block_start", index=index, content_block=empty)
         if text:
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield event("content_block_delta", index=place, delta=delta)
-        yield event("content_block_stop", index=place)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
     last = {key: answer[key] for key in ("stop_reason", "stop_sequence")}
     yield event("message_delta", delta=last, usage={"output_tokens": answer["usage"]["output_tokens"]})
     yield event("message_stop")

@@ -23,7 +23,7 @@ from shoal.gateway.chats import (
     result_part,
     turns_of,
 )
-from shoal.gateway.sessions import Answer
+from shoal.gateway.sessions import Choice
 from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
@@ -129,7 +129,7 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
         *messages, last = messages
         begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
-    parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
+    parts = [_chat_message(index, message, several) for index, message in enumerate(messages)]
     return ChatRequest(
         turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
@@ -150,9 +150,9 @@ def _goes_on(body: Mapping[str, Any]) -> bool:
     return goes_on
 
 
-def begun_answer(message: Any, place: int) -> str:
+def begun_answer(message: Any, index: int) -> str:
     """The text of an answer that is to be gone on with."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
         raise RefusedError(
             f"{param} must be a message of the assistant without calls, to go on with it", param=param
@@ -166,9 +166,9 @@ def _speaker(message: Any) -> str | None:
     return str(message["name"]) if spoke and message.get("name") is not None else None
 
 
-def _chat_message(place: int, message: Any, several: bool) -> Part:
+def _chat_message(index: int, message: Any, several: bool) -> Part:
     """One message; the name of who answered is shown where there are several."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise RefusedError(
@@ -198,12 +198,12 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
 
 
 # --- answers
-def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A chat completion."""
     choices = []
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         choice = {
-            "index": place,
+            "index": index,
             "message": _message(answer),
             "finish_reason": _finish(answer),
             "logprobs": None,
@@ -226,26 +226,26 @@ def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Answer]) -> 
     }  # fmt: skip
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _message(answer: Choice) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         found["content"] = answer.text or None
         found["tool_calls"] = [
             {
-                "id": call_id(answer, place), "type": "function",
+                "id": call_id(answer, index), "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
-            for place, call in enumerate(answer.calls)
+            for index, call in enumerate(answer.calls)
         ]  # fmt: skip
     return found
 
 
-def call_id(answer: Answer, place: int) -> str:
+def call_id(answer: Choice, index: int) -> str:
     """The id of a tool call."""
-    return f"call_{answer.number}_{place}"
+    return f"call_{answer.number}_{index}"
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Choice) -> str:
     if answer.cut:
         return "length"
     return "tool_calls" if answer.calls else "stop"
@@ -261,8 +261,8 @@ def chat_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes
     for choice in answer["choices"]:
         message = dict(choice["message"])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
-        for place, call in enumerate(message.get("tool_calls", ())):
-            deltas.append({"tool_calls": [{"index": place, **call}]})
+        for index, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
         for delta in deltas:
             entry = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
             yield event(choices=[entry])

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,8 +30,7 @@ from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import Tool
-from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
-from shoal.samplers.sampler import Sampling as Picking
+from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request, Sampling
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,15 +48,8 @@ MOST_TOOLS = 16
 """Lists of tools for which it is kept how the model is shown them."""
 
 
-class Answers(Protocol):
-    """What answers."""
-
-    async def sample(self, request: Request) -> Completion:
-        """The completion of a request."""
-
-
 @dataclass(frozen=True)
-class Answer:
+class Choice:
     """One choice of an answer."""
 
     number: int
@@ -186,7 +178,7 @@ class Session:
         name: of the session.
         key: seed and path that name its noise.
         tokens: the tokenizer.
-        sampler: what answers.
+        sampler: what answers; it has `async sample(request)`.
         write: writes a recorded call down; it is answered only afterwards.
         fixed: how tokens are picked, whatever a program asks for; of the limits of an answer the least holds.
         most_calls: further ones are refused.
@@ -197,10 +189,10 @@ class Session:
         name: str,
         key: Key,
         tokens: Tokens,
-        sampler: Answers,
+        sampler: Any,
         write: Callable[[Recorded], Awaitable[None]] | None = None,
         *,
-        fixed: Picking | None = None,
+        fixed: Sampling | None = None,
         most_calls: int | None = None,
     ) -> None:
         self.name, self.key = name, key
@@ -222,7 +214,7 @@ class Session:
         self._refused, self._overridden = Counter[str](), Counter[str]()
         self._spent: list[Budget] = []  # of each request that was refused for a budget
         self._answered_at = 0  # how many of these there were at the last answer
-        self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
+        self._answers: dict[str, asyncio.Task[list[Choice]]] = {}  # by the digest of the request
 
     @property
     def failed(self) -> EngineError | None:
@@ -258,7 +250,7 @@ class Session:
             if len(self._spent) - self._answered_at >= MOST_BEYOND:
                 self.exhausted.set()
 
-    async def answer(self, asked: ChatRequest, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
+    async def answer(self, asked: ChatRequest, body: bytes = b"", *, retried: bool = False) -> list[Choice]:
         """The choices of an answer; a request that is sent again because its answer was lost gets that one.
 
         Args:
@@ -274,7 +266,7 @@ class Session:
             task = self._answers[digest] = asyncio.ensure_future(self._answer(asked))
         return await asyncio.shield(task)
 
-    async def _answer(self, asked: ChatRequest) -> list[Answer]:
+    async def _answer(self, asked: ChatRequest) -> list[Choice]:
         if self._most is not None and self._begun + asked.choices > self._most:
             raise SpentError(f"this session has had its {self._most} calls (max_steps)", "calls", 403)
         self._begun += asked.choices
@@ -288,7 +280,7 @@ class Session:
         finally:
             self._under_way -= 1
 
-    async def _sampled(self, asked: ChatRequest) -> list[Answer]:
+    async def _sampled(self, asked: ChatRequest) -> list[Choice]:
         sampling, work = self._sampling(asked.sampling), self._tokens.work
         async with self._order:
             form = await self._tokens.of(asked)
@@ -340,7 +332,7 @@ class Session:
         if self.closed:
             raise ClosedError(self.name)
 
-    def _sampling(self, asked: Picking) -> Picking:
+    def _sampling(self, asked: Sampling) -> Sampling:
         """How tokens are picked: as asked, within what the run says."""
         fixed = self._fixed
         if fixed is None:
@@ -430,7 +422,7 @@ class Session:
     # --- the record
     def _record(
         self, asked: ChatRequest, prompt: Prompt, nth: int, done: Completion, text: Written
-    ) -> Answer:
+    ) -> Choice:
         ids, parent, digest = prompt
         known = 0
         if parent is not None:
@@ -443,7 +435,7 @@ class Session:
         self._prompts[number] = ids
         for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in text.sent_back):
             self._ends.setdefault(turns, []).append(number)
-        return Answer(number, text.text, text.calls, done, len(ids), len(ids) - known, text.stop)
+        return Choice(number, text.text, text.calls, done, len(ids), len(ids) - known, text.stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.

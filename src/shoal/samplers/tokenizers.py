@@ -248,7 +248,7 @@ class TemplateTokenizer:
 
     def around(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
         """A chat of these roles with a mark in each content, up to where the assistant begins."""
-        contents = contents or [f"\ue000{place}\ue001" for place in range(len(roles))]
+        contents = contents or [f"\ue000{number}\ue001" for number in range(len(roles))]
         chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         text = self.written(chat, add_generation_prompt=True)
         shown = [int(number) for number in _MARK.findall(text)]
@@ -296,7 +296,7 @@ class TemplateTokenizer:
         return tuple(dict.fromkeys(ids))
 
     def _marks_of_turns(self) -> frozenset[int]:
-        """Tokens with which the template marks turns, which are control tokens here, be they told as such or not.
+        """Tokens with which the template marks turns, which are control tokens here, be they declared as such or not.
 
         DeepSeek's `<｜User｜>`, say, is an added token like any word. What a template opens for the model behind the
         header of its turn (`<think>`) stays text, and so do spaces.
@@ -310,9 +310,9 @@ class TemplateTokenizer:
         ids += (token for piece in _MARK.split(alone)[::2] for token in self.tokens(piece))
         added = getattr(self._own, "added_tokens_decoder", {})  # not all are transformers' own
         marks = {token for token in ids if token in added and not added[token].content.isspace()}
-        untold = [added[token] for token in sorted(marks) if not added[token].special]
-        if untold and self._own.is_fast:  # others take no added token out of contents
-            self._own.backend_tokenizer.add_special_tokens(untold)
+        undeclared = [added[token] for token in sorted(marks) if not added[token].special]
+        if undeclared and self._own.is_fast:  # others take no added token out of contents
+            self._own.backend_tokenizer.add_special_tokens(undeclared)
         return frozenset(marks)
 
 

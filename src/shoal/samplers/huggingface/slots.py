@@ -127,7 +127,7 @@ class Shown:
 class Draw(NamedTuple):
     """How the next token of each of `B` answers is drawn; on the device of the network."""
 
-    heat: Tensor  # [B, 1] float32: scores are divided by it
+    temperature: Tensor  # [B, 1] float32: scores are divided by it
     keys: Tensor  # [B, 4] int64: the words of the noise
     noisy: Tensor  # [B, 1] bool: False is greedy
     limits: Tensor  # [B, 3] float64: min_p, top_k and top_p, which may be off
@@ -138,11 +138,12 @@ class Draw(NamedTuple):
         """How these draw."""
         samplings, noises = [row.request.sampling for row in rows], [row.noise for row in rows]
         words = np.stack([np.zeros(4) if noise is None else noise.words for noise in noises]).astype(np.int64)
-        heat = torch.tensor([[sampling.temperature or 1.0] for sampling in samplings])
+        temperature = torch.tensor([[sampling.temperature or 1.0] for sampling in samplings])
         noisy = torch.tensor([[noise is not None] for noise in noises])
         limits = torch.tensor([_limits(sampling) for sampling in samplings], dtype=torch.float64)
         drawn = torch.tensor([len(row.written) for row in rows])
-        return cls(*(part.to(device) for part in (heat, torch.from_numpy(words), noisy, limits, drawn)))
+        parts = temperature, torch.from_numpy(words), noisy, limits, drawn
+        return cls(*(part.to(device) for part in parts))
 
     def pick(self, scores: Tensor, *, limited: bool) -> tuple[Tensor, Tensor]:
         """The tokens `[B]` that are drawn from scores `[B, V]`, and their log-probabilities.
@@ -151,7 +152,7 @@ class Draw(NamedTuple):
             scores: of the next token.
             limited: whether some answers have limits.
         """
-        logprobs = (scores.float() / self.heat).log_softmax(-1)
+        logprobs = (scores.float() / self.temperature).log_softmax(-1)
         if limited:
             logprobs = within_limits(logprobs, self.limits)
         noise = gumbel(self.keys, self.drawn, logprobs.shape[1])

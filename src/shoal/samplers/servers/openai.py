@@ -356,7 +356,7 @@ def _limits(sampling: Sampling, *, off: int = -1) -> dict[str, float]:
 
 
 def _shared(request: Request, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """What vLLM and SGLang are told alike; penalties too, since they take others from a model's folder."""
+    """What vLLM and SGLang are sent alike; penalties too, since they take others from a model's folder."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
