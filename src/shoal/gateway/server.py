@@ -73,9 +73,9 @@ class Record:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._path, self._lines = path, list[bytes]()
+        self._one = asyncio.Lock()  # is written at a time
+        self._next: asyncio.Task[None] | None = None
 
     async def add(self, recorded: Recorded) -> None:
         """Return when a call is on disk.
@@ -83,26 +83,14 @@ class Record:
         Raises:
             OSError: it cannot be written.
         """
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((msgspec.json.encode(recorded) + b"\n", written))
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write())
-        await written
+        self._lines.append(msgspec.json.encode(recorded) + b"\n")
+        self._next = self._next or asyncio.ensure_future(self._write())
+        await asyncio.shield(self._next)
 
     async def _write(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                lines = b"".join(line for line, _ in batch)
-                await asyncio.to_thread(append_line, self._path, lines, durable=True)
-            except OSError as error:
-                for _, written in batch:
-                    if not written.done():
-                        written.set_exception(error)
-            for _, written in batch:
-                if not written.done():
-                    written.set_result(None)
-        self._writing = None
+        async with self._one:
+            lines, self._lines, self._next = b"".join(self._lines), [], None
+            await asyncio.to_thread(append_line, self._path, lines, durable=True)
 
 
 class Gateway:
