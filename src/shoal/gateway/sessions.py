@@ -40,8 +40,6 @@ MOST_REASONS = 20
 """Different refusals of a session that are recorded in full."""
 MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
-
-
 SHORT = 1024
 """Characters or tokens of what is tokenized at once: a third of a millisecond at most."""
 MOST_TOOLS = 16

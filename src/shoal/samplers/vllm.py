@@ -123,7 +123,7 @@ class VllmEngine(Closing):
     def capabilities(self) -> Capabilities:
         """Exact tokens and log-probabilities; weights and, where room was made, adapters."""
         adapters = bool(self._options.get("enable_lora"))
-        return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=adapters)
+        return Capabilities(token_ids=True, logprobs=True, weights=True, adapters=adapters)
 
     # --- rollouts
     generate = generate

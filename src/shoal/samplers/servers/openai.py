@@ -134,8 +134,8 @@ class OpenAIEngine(Closing):
     @property
     def capabilities(self) -> Capabilities:
         """What this server can do; exact tokens and log-probabilities need a tokenizer here."""
-        by_tokens, adapters = self.dialect.by_tokens, bool(self._kind.adapter)
-        return Capabilities(self.level, by_tokens, by_tokens, adapters=adapters, images=not by_tokens)
+        by_tokens = self.dialect.by_tokens
+        return Capabilities(by_tokens, by_tokens, adapters=bool(self._kind.adapter))
 
     # --- rollouts
     generate = generate
