@@ -297,7 +297,8 @@ class Session:
         ]
         try:
             self._check_open()
-            done = await asyncio.gather(*map(self._sampler.sample, requests))
+            asking = list(map(self._sampler.sample, requests))
+            done = await asyncio.gather(*asking) if len(asking) > 1 else [await asking[0]]
             if done[0].finish == "context":
                 raise SpentError(
                     f"the prompt of {len(prompt.ids)} tokens leaves no room in the context of the model",

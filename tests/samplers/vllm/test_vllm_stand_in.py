@@ -302,7 +302,7 @@ def test_an_adapter_that_vllm_does_not_take_is_an_error_and_the_one_before_stays
     engine = make(enable_lora=True)
     (tmp_path / "adapter_model.safetensors").touch()
     engine.load_adapter(tmp_path, 1)
-    before = engine._in_use.lora
+    before = engine._adapter.lora
 
     async def refuse(self, lora_request):
         raise ValueError("rank 64 is too high")
