@@ -368,7 +368,7 @@ class TrajectoryCollector(Closing):
         self.prompter = Prompter(prompt, self.toolbox.chat(engine.tokenizer))
         self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size
-        self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self._role_of, self.prompter, env_retries))
+        self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self.roles, self.prompter, env_retries))
         self._hosts: Hosts | None = None  # beside the caller's thread
         self._workers = 0
         self._inference: SamplerClient | None = None
@@ -377,10 +377,6 @@ class TrajectoryCollector(Closing):
         self.report = RolloutReport()
         self.counts = 0, 0
         """Episodes of the latest rollout that have ended, and all of it; any thread may ask."""
-
-    def _role_of(self, env: int, tag: str) -> Role:
-        """The role of the env of a number, after its reset."""
-        return self.roles[tag]
 
     def _plan(self, iteration: int, first_group: int, n_groups: int | None) -> list[Assignment]:
         """The episodes; in a vector env the index of each is its env's, modulo their number."""

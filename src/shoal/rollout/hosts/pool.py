@@ -49,7 +49,7 @@ class VectorHost(Host):
     Args:
         pool: the envs.
         n_envs: how many.
-        role_of: what the agent knows of the env of a number, asked again when it is reset.
+        roles: what the agent knows of each kind of env.
         prompter: makes the prompts.
         env_retries: times an episode starts again after its env failed.
     """
@@ -58,12 +58,12 @@ class VectorHost(Host):
         self,
         pool: EnvPool,
         n_envs: int,
-        role_of: Callable[[int, str], Role],
+        roles: Mapping[str, Role],
         prompter: Prompter,
         env_retries: int,
     ) -> None:
         super().__init__()
-        self._pool, self._n_envs, self._role_of = pool, n_envs, role_of
+        self._pool, self._n_envs, self._roles = pool, n_envs, roles
         self._prompter, self._retries = prompter, env_retries
         self._said: dict[int, Begin | Reply] = {}
         self._stories: dict[int, Story] = {}
@@ -103,7 +103,7 @@ class VectorHost(Host):
             elif (env := message.assignment.index % self._n_envs) in self._env.values():
                 self._later[env] = message
             else:
-                role = self._role_of(env, message.assignment.tag)
+                role = self._roles[message.assignment.tag]
                 self._stories[slot] = story(message, role, self._prompter, self._retries)
                 self._env[slot], answers[slot] = env, None
         events: list[Event] = []
@@ -146,14 +146,8 @@ class VectorHost(Host):
                     known = {"worker_error": str(error), "worker_timeout": timeout}
                     details = getattr(error, "details", None) or known
                     answers[slot] = self._failure(slot, "reset", details, resets)
-
-        def begin(slot: int, observed: Observed) -> None:
-            episode = resets[slot]
-            episode.role = self._role_of(self._env[slot], episode.role.tag)
-            episode.begin(*observed)
-
-        recorded = {slot: _recorded("reset", partial(begin, slot, one)) for slot, one in shown.items()}
-        return answers | recorded
+        begun = {slot: _recorded("reset", partial(resets[slot].begin, *one)) for slot, one in shown.items()}
+        return answers | begun
 
     def _shown(self, resets: Mapping[int, Episode]) -> dict[int, Observed]:
         seeds = [episode.place.env_seed for episode in resets.values()]
