@@ -15,14 +15,13 @@ from shoal import envs
 from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.envs.text import Outcome
-from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.factory import make_environments
-from shoal.rollout.filters import filter_groups
 from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Completion, Sampling
+from shoal.train.agent.run.filters import collect_with_signal, filter_groups
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 
