@@ -26,7 +26,7 @@ from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import NoEnvs, make_roles, validate_environment_config
-from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Refused, Reply, Setup, Use, Used
+from shoal.rollout.hosts.episodes import Begin, Ended, Refused, Reply, Sampled, Setup, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError, InlineHost, LocalHosts
 from shoal.rollout.hosts.pool import EnvPool, VectorHost
 from shoal.rollout.hosts.processes import make_hosts
@@ -45,6 +45,8 @@ from shoal.samplers.sampler import ChatTokenizer, Request, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
 NO_LIMITS, ONE_AT_ONCE = ParallelConfig(), ParallelConfig(episodes_at_once=1)
+MOST_SLOTS = 1 << 20
+"""Of a host's share of the episodes."""
 LOOK_SECONDS = 1.0
 """Between two looks at envs that may hang, at most."""
 INTERRUPTED_SECONDS = 30.0
@@ -97,7 +99,7 @@ class Driver:
         self._watching: asyncio.Task[None] | None = None
         self._no_hosts: HostsFailedError | None = None  # why there can be no more
         self._in_use: set[Host] = set()
-        self._more_slots = itertools.count(-1, -1)  # beside those of a host's share
+        self._more_slots = itertools.count(MOST_SLOTS)  # beside those of a host's share
 
     async def stop(self) -> None:
         """Break off what is played, and wait for its end."""
@@ -257,7 +259,7 @@ class Driver:
                     try:
                         completion = await self._sampler.sample(request)
                         context, version = prompt + completion.token_ids, completion.weights_version
-                        reply = Answer(slot, completion)
+                        reply = Sampled(slot, completion)
                     except (EngineError, TimeoutError) as error:
                         status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
                         reply = Refused(slot, status, str(error))

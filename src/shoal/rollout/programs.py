@@ -31,7 +31,7 @@ from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
-from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
+from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
@@ -321,12 +321,12 @@ class ProgramHost(Host):
         """The processes of functions that wait for an episode."""
         return [pid for processes in self._processes.values() for pid in processes.pids()]
 
-    async def close_envs(self, seconds: float) -> None:
+    async def close_envs(self) -> None:
         """End the programs that run."""
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
 
     def end(self) -> None:
         """End the processes of functions."""

@@ -14,12 +14,12 @@ from shoal.rollout.hosts.episodes import (
     EnvFailedError,
     EnvReplacedError,
     Event,
+    Playing,
     Reply,
     Reset,
     Step,
-    Story,
     in_env,
-    story,
+    played,
 )
 from shoal.rollout.hosts.host import Host
 from shoal.rollout.prompts import Prompter
@@ -66,13 +66,13 @@ class VectorHost(Host):
         self._pool, self._n_envs, self._roles = pool, n_envs, roles
         self._prompter, self._retries = prompter, env_retries
         self._said: dict[int, Begin | Reply] = {}
-        self._stories: dict[int, Story] = {}
+        self._playing: dict[int, Playing] = {}
         self._env: dict[int, int] = {}  # by slot
         self._later: dict[int, Begin] = {}  # by env: an episode that waits for another one's end
 
-    async def close_envs(self, seconds: float) -> None:
+    async def close_envs(self) -> None:
         """Forget what was played; the envs are the pool's."""
-        self._said, self._stories, self._env, self._later = {}, {}, {}, {}
+        self._said, self._playing, self._env, self._later = {}, {}, {}, {}
 
     def _send(self, message: Begin | Reply) -> None:
         if not self._said:
@@ -92,7 +92,7 @@ class VectorHost(Host):
                 raise
             return
         for event in events:
-            self._hear(event)
+            self._receive(event)
 
     def _events(self, said: Mapping[int, Begin | Reply]) -> list[Event]:
         """What each slot asks next, or how its episode ended."""
@@ -104,29 +104,29 @@ class VectorHost(Host):
                 self._later[env] = message
             else:
                 role = self._roles[message.assignment.tag]
-                self._stories[slot] = story(message, role, self._prompter, self._retries)
+                self._playing[slot] = played(message, role, self._prompter, self._retries)
                 self._env[slot], answers[slot] = env, None
         events: list[Event] = []
         while answers:
             resets: dict[int, Episode] = {}
             steps: dict[int, Step] = {}
             for slot, answer in answers.items():
-                wish = self._go_on(slot, answer)
-                if isinstance(wish, Reset):
-                    resets[slot] = wish.episode
-                elif isinstance(wish, Step):
-                    steps[slot] = wish
+                event = self._go_on(slot, answer)
+                if isinstance(event, Reset):
+                    resets[slot] = event.episode
+                elif isinstance(event, Step):
+                    steps[slot] = event
                 else:
-                    events.append(wish)
+                    events.append(event)
             answers = (self._step(steps) if steps else {}) | (self._reset(resets) if resets else {})
         return events
 
     def _go_on(self, slot: int, answer: Any) -> Event | Reset | Step:
-        going = self._stories[slot]
+        going = self._playing[slot]
         try:
             return going.throw(answer) if isinstance(answer, EnvFailedError) else going.send(answer)
         except StopIteration as end:
-            del self._stories[slot]
+            del self._playing[slot]
             if (later := self._later.pop(self._env.pop(slot), None)) is not None:
                 self._send(later)
             return end.value  # type: ignore[no-any-return]
@@ -165,13 +165,13 @@ class VectorHost(Host):
             if not error.details:
                 raise
             return {
-                slot: self._failure(slot, f"step({step.action!r})", error.details, self._stories)
+                slot: self._failure(slot, f"step({step.action!r})", error.details, self._playing)
                 for slot, step in steps.items()
             }
         for (slot, step), result in zip(steps.items(), results, strict=True):
             doing, (_, _, terminated, truncated, info) = f"step({step.action!r})", result
             if info.get("worker_restarted"):
-                answers[slot] = self._failure(slot, doing, info, self._stories)
+                answers[slot] = self._failure(slot, doing, info, self._playing)
             else:
                 failed = _recorded(doing, partial(step.episode.observe, *result))
                 answers[slot] = failed or bool(terminated or truncated)
