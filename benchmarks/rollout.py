@@ -49,7 +49,7 @@ from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
 from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
 from shoal.rollout.hosts.processes import PipeHost  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
-from shoal.rollout.play import Driver, ParallelRolloutManager, without_turns  # noqa: E402
+from shoal.rollout.play import Driver, ParallelRolloutManager  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
 from shoal.samplers.asking import Statistics, run_here  # noqa: E402
 from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
@@ -312,7 +312,7 @@ def _asks_only(pipe: Any, cpu: Any) -> None:
             turns[message.slot] += 1
             event: Any = Ask(message.slot, turn, prompt, False)
             if turn == most:
-                event = Ended(message.slot, without_turns(assignment, "ok", ""))
+                event = Ended(message.slot, assignment.place.record("", "ok", ""))
             pipe.send_bytes(episodes.encode(event))
     cpu.value = time.process_time() - began
 

@@ -72,6 +72,18 @@ class EpisodeId:
         """The key of a turn's sampling noise."""
         return Key(self.seed, (self.iteration, self.group, self.member, turn))
 
+    def record(
+        self, tag: str, status: Status, error: str | None, ended: Ending | None = None,
+        calls: Sequence[Call] = (), turns: Sequence[Turn] = (), *,
+        success: bool = False, terminated: bool = False, truncated: bool = False, **more: Any,
+    ) -> Trajectory:  # fmt: skip
+        """The trajectory of this episode; `ended` says why it ended, unless its status does."""
+        return Trajectory(
+            tag, self.iteration, self.group, self.member, self.env_seed, tuple(calls), tuple(turns),
+            success=success, terminated=terminated, truncated=truncated, status=status, error=error,
+            ended=ending_of(status) or ended, **more,
+        )  # fmt: skip
+
 
 class Question(NamedTuple):
     """The new part of a request."""
@@ -282,23 +294,12 @@ class Episode:
         self, status: Status = "ok", error: str | None = None, ended: Ending | None = None
     ) -> Trajectory:
         """The record so far; a `status` other than "ok" says why it ends here, or `ended`."""
-        place = self.place
-        return Trajectory(
-            env=self.role.tag,
-            iteration=place.iteration,
-            group=place.group,
-            member=place.member,
-            env_seed=place.env_seed,
-            calls=tuple(self._calls),
-            turns=tuple(self._turns),
-            success=self._success and status == "ok",
-            terminated=self._terminated,
-            truncated=self._truncated,
-            status=status,
-            error=None if error is None else whole_characters(error),
-            ended=ending_of(status) or ended or (self._ended if self.over else None),
+        return self.place.record(
+            self.role.tag, status, None if error is None else whole_characters(error),
+            ended or (self._ended if self.over else None), self._calls, self._turns,
+            success=self._success and status == "ok", terminated=self._terminated, truncated=self._truncated,
             last=self._text if self.over and self._turns else msgspec.UNSET,
-        )
+        )  # fmt: skip
 
     def _check_append(self, messages: Sequence[Message]) -> None:
         """The prompt must begin with every token of the turn before, and with nothing else."""

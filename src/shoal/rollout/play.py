@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
-from shoal.core.data import Status, Trajectory, ending_of
+from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, EngineError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
@@ -224,7 +224,7 @@ class Driver:
                         self._in_use.discard(host)
         status: Status = "timeout" if error.hung else "env_error"
         why = f"{job.deaths} workers that played it were lost, at last: {error}"
-        self._end(job, Ended(0, without_turns(job.assignment, status, why)))
+        self._end(job, Ended(0, job.assignment.place.record(job.assignment.tag, status, why)))
 
     async def _watch(self) -> None:
         """Give up envs that do not answer."""
@@ -294,16 +294,6 @@ class Driver:
 def _not_here(error: HostsFailedError) -> WorkerError:
     """An episode that lost its host is not played in this process, which it may end, too."""
     return WorkerError(f"{error}; and no process can be started for the episodes that lost their host")
-
-
-def without_turns(assignment: Assignment, status: Status, why: str) -> Trajectory:
-    """The record of an episode of which nothing is known but why it failed."""
-    place = assignment.place
-    return Trajectory(
-        env=assignment.tag, iteration=place.iteration, group=place.group, member=place.member,
-        env_seed=place.env_seed, calls=(), turns=(), success=False, terminated=False, truncated=False, status=status,
-        error=why, ended=ending_of(status),
-    )  # fmt: skip
 
 
 # --- rollouts

@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn, ending_of
+from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn
 from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
@@ -60,7 +60,7 @@ class ProgramSession(Protocol):
     def requests(self) -> Requests | None:
         """Those that were not answered as the program asked; None if there are none."""
 
-    def spent(self, *, parallel: bool) -> Literal["calls", "context"] | None:
+    def spent(self, *, parallel: bool) -> Ending | None:
         """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
 
         Args:
@@ -166,7 +166,6 @@ class End(NamedTuple):
     status: Status
     why: str | None = None
     result: Result = Result(0.0)
-    truncated: bool = False
     ended: Ending = "env"
 
 
@@ -174,7 +173,7 @@ def ended(
     came: Result | ProgramFailedError,
     *,
     answered: bool,
-    budget: Literal["calls", "context"] | None,
+    budget: Ending | None,
     refused: Requests | None,
     on_error: float,
 ) -> End:
@@ -190,11 +189,11 @@ def ended(
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
         result = came if answered and isinstance(came, Result) else Result(0.0)
-        return End("ok", None, result, truncated=True, ended=budget)
+        return End("ok", None, result, budget)
     if answered and isinstance(came, Result):
         return End("ok", None, came)
     if answered and failed is not None and failed.how == "raised":
-        return End("ok", str(failed), Result(on_error), ended="fault")
+        return End("ok", str(failed), Result(on_error), "fault")
     reasons = refused.refused if refused is not None else ()
     why = str(failed) if failed is not None else "the program ended without asking the model"
     if reasons and failed is None:
@@ -266,11 +265,10 @@ class ProgramHost(Host):
         ]
         if turns:
             turns[-1] = replace(turns[-1], reward=end.result.reward)
-        return Trajectory(
-            assignment.tag, place.iteration, place.group, place.member, place.env_seed,
-            tuple(one.call for one in exchanged), tuple(turns), success=end.result.success,
-            terminated=end.status == "ok" and not end.truncated, truncated=end.truncated,
-            status=end.status, error=end.why, ended=ending_of(end.status) or end.ended,
+        truncated = end.ended in ("calls", "context")
+        return place.record(
+            assignment.tag, end.status, end.why, end.ended, [one.call for one in exchanged], turns,
+            success=end.result.success, terminated=end.status == "ok" and not truncated, truncated=truncated,
             requests=msgspec.UNSET if requests is None else requests,
         )  # fmt: skip
 
