@@ -240,7 +240,7 @@ class Driver:
 
     # --- one episode
     async def _play(self, host: Host, slot: int, job: _Job) -> None:
-        """The story of an episode: the host asks, the model answers, until it is over."""
+        """One episode: its host asks, the model answers, until it is over."""
         place, sampling, limit = job.assignment.place, self._sampling, self._limits.episode_timeout
         began, context, version = time.monotonic(), tuple[int, ...](), 0
         self._sampler.playing += 1
@@ -488,7 +488,7 @@ class TrajectoryCollector(Closing):
     def _play_here(
         self, left: Sequence[Assignment], sampling: Sampling, finished: Callable[[int, Ended], None]
     ) -> None:
-        """Play in the caller's thread: one episode after another, or one env step abreast."""
+        """Play in the caller's thread: one episode after another, or all envs of the pool together."""
         sampler = SamplerClient(self.engine, retries=self.settings.engine_retries, inline=True)
         driver = Driver(
             self._here, sampler, sampling, finished, self._settings_here, self.failures, self.toolbox, self.report,

@@ -4,8 +4,8 @@ A command is a process an episode; a Python function is called in a worker proce
 is a session, which the caller's factory opens: the gateway, mostly.
 
 How an episode ends is decided in `ended`: a budget that is used up truncates it, what a program raises after an answer
-is the agent's failure, and both count. A program that dies, hangs or says nonsense is killed with all that it started,
-and its episode is played once more with the same noise, as for any env.
+is the agent's failure, and both count. A program that dies, hangs or returns nonsense is killed with all that it
+started, and its episode is played once more with the same noise, as for any env.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ KILLED = range(129, 193)
 
 
 class Exchanged(NamedTuple):
-    """A call of a session, and what was said in it as text."""
+    """A call of a session, and its text."""
 
     call: Call
-    asked: str
-    answered: str
+    prompt: str
+    response: str
 
 
 class ProgramSession(Protocol):
@@ -154,7 +154,7 @@ class ProgramFailedError(EnvError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a program says in its last line."""
+    """The result of a program, as its last line has it."""
 
     reward: float
     success: bool = False
@@ -260,7 +260,7 @@ class ProgramHost(Host):
         if unanswered is not None:
             end = End("engine_error", str(unanswered))
         turns = [
-            Turn(one.asked, number, one.answered, one.answered, True, 0.0, anchor_of({}, one.asked))
+            Turn(one.prompt, number, one.response, one.response, True, 0.0, anchor_of({}, one.prompt))
             for number, one in enumerate(exchanged)
         ]
         if turns:
@@ -344,18 +344,18 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
         given = ending.enter_context(tempfile.TemporaryFile())
         given.write(json.dumps(task).encode() + b"\n")
         given.seek(0)
-        said, errors = Tail(config.output), Tail(1 << 14)
-        ending.callback(said.close)
+        output, errors = Tail(config.output), Tail(1 << 14)
+        ending.callback(output.close)
         ending.callback(errors.close)
         try:
             process = await asyncio.create_subprocess_exec(
-                *words, stdin=given, stdout=said.writer, stderr=errors.writer, cwd=config.folder,
+                *words, stdin=given, stdout=output.writer, stderr=errors.writer, cwd=config.folder,
                 env={**os.environ, **variables}, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
         reading = [
-            asyncio.ensure_future(said.read(partial(_kill, process))),
+            asyncio.ensure_future(output.read(partial(_kill, process))),
             asyncio.ensure_future(errors.read()),
         ]
         try:
@@ -373,7 +373,7 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
             await process.wait()
             for one in reading:
                 one.cancel()
-    if said.cut:
+    if output.cut:
         raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
     if code:
         last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
@@ -381,7 +381,7 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
         raise ProgramFailedError(
             f"the program ended with status {code}: {last[0][:300]}", "fault" if killed else "raised"
         )
-    return read_result(said.text())
+    return read_result(output.text())
 
 
 class Tail:
@@ -427,13 +427,13 @@ class Tail:
         self._reader.close()
 
 
-def read_result(said: str) -> Result:
+def read_result(output: str) -> Result:
     """The result in the last line of a program's output.
 
     >>> read_result('{"reward": 0.5}')
     Result(reward=0.5, success=False)
     """
-    last = (said.splitlines() or [""])[-1]
+    last = (output.splitlines() or [""])[-1]
     try:
         value = json.loads(last)
         if isinstance(value, dict):

@@ -92,7 +92,7 @@ class EnvironmentManager(Closing):
         self._playing = threading.RLock()  # one step, reset or loop at a time
         self._lookups: list[
             Mapping[str, Any]
-        ] = []  # of each env, the actions of its words; empty until they are asked
+        ] = []  # of each env, the actions of its words; empty until they are needed
         self._episodes: list[Episode] = []
         self._done: list[bool] = []
 
@@ -104,9 +104,9 @@ class EnvironmentManager(Closing):
             self._shown, self._infos = list(observations), list(infos)
             self._lookups, self._done = [], [False] * len(observations)
             prompter = Prompter(self.prompt, None)  # type: ignore[arg-type]  # nothing becomes tokens
-            asked = zip(self._ask("instructions", ""), self._ask("max_steps", 0), strict=True)
+            facts = zip(self._ask("instructions", ""), self._ask("max_steps", 0), strict=True)
             self._episodes = []
-            for i, (instructions, limit) in enumerate(asked):
+            for i, (instructions, limit) in enumerate(facts):
                 turns = self.max_turns or limit
                 role = _ManagersRole(
                     self.env_name, str(instructions), Projection(), turns, manager=self, env=i
@@ -166,8 +166,8 @@ class EnvironmentManager(Closing):
                 active = [bool(info.get("is_active", True)) for info in infos]
             else:
                 active = [bool(entry.get("active_masks", True)) for entry in total_batch_list[number]]
-            places = [place for place, on in enumerate(active[: len(infos)]) if on]
-            last.append(infos[places[-1]] if places else {})
+            played = [info for info, on in zip(infos, active, strict=False) if on]
+            last.append(played[-1] if played else {})
         result = {"success_rate": np.array([_success(info) for info in last])}
         for key in self.scores:
             result[f"{self.env_name}_{key}"] = np.array([float(info.get(key, 0.0)) for info in last])
@@ -205,11 +205,11 @@ class EnvironmentManager(Closing):
         return self._lookups[i]
 
     def _play(self, queues: Sequence[list[Any]]) -> None:
-        """Step all envs through the actions of their responses, abreast, until the actions or the episodes end."""
+        """Step all envs through the actions of their responses, together, until the actions or the episodes end."""
         while any(queues):
-            asked = [i for i, queue in enumerate(queues) if queue]
+            acting = [i for i, queue in enumerate(queues) if queue]
             observations, rewards, dones, infos = self.envs.step([q.pop(0) if q else None for q in queues])
-            for i in asked:
+            for i in acting:
                 self._shown[i], self._infos[i], self._done[i] = observations[i], infos[i], bool(dones[i])
                 text, info = _as_text(observations[i], infos[i])
                 self._episodes[i].observe(text, rewards[i], dones[i], False, info)

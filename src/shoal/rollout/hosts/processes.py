@@ -58,12 +58,12 @@ class Pipe(asyncio.Protocol):
     """This side of a connection of multiprocessing in an event loop; it waits for the other side neither way.
 
     Args:
-        hear: called with each message.
+        received: called with each message.
         ended: called when the other side is gone.
     """
 
-    def __init__(self, hear: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self._hear, self._ended = hear, ended
+    def __init__(self, received: Callable[[bytes], None], ended: Callable[[], None]) -> None:
+        self._received, self._ended = received, ended
         self._buffer, self._out = bytearray(), bytearray()
         self._transport: asyncio.WriteTransport | None = None
         self._closed = False
@@ -81,14 +81,14 @@ class Pipe(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Hear the messages that are whole."""
+        """Pass on the messages that are whole."""
         buffer, at = self._buffer, 0
         buffer += data
         while len(buffer) - at >= _HEAD.size:
             end = at + _HEAD.size + _HEAD.unpack_from(buffer, at)[0]
             if len(buffer) < end:
                 break
-            self._hear(bytes(memoryview(buffer)[at + _HEAD.size : end]))
+            self._received(bytes(memoryview(buffer)[at + _HEAD.size : end]))
             at = end
         del buffer[:at]
 
