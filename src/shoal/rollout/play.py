@@ -26,7 +26,7 @@ from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import NoEnvs, make_roles, validate_environment_config
-from shoal.rollout.hosts.episodes import Begin, Ended, Refused, Reply, Sampled, Setup, Use, Used
+from shoal.rollout.hosts.episodes import Begin, Ended, Event, Refused, Reply, Sampled, Setup, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError, InlineHost, LocalHosts
 from shoal.rollout.hosts.pool import EnvPool, VectorHost
 from shoal.rollout.hosts.processes import make_hosts
@@ -245,7 +245,7 @@ class Driver:
         began, context, version = time.monotonic(), tuple[int, ...](), 0
         self._sampler.playing += 1
         try:
-            event = await host.tell(Begin(slot, job.assignment, sampling))
+            event: Event = await host.tell(Begin(slot, job.assignment, sampling))
             while not isinstance(event, Ended):
                 if isinstance(event, Use):
                     event = await host.tell(await self._use(job.assignment, event, version))

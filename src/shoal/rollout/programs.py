@@ -31,7 +31,7 @@ from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
-from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Reply
+from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Message
 from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
@@ -218,7 +218,7 @@ class ProgramHost(Host):
         self._tasks: set[asyncio.Task[Event]] = set()
         self._processes: dict[str, FunctionProcesses] = {}  # by tag
 
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
+    def tell(self, message: Message) -> Awaitable[Event]:
         """The end of an episode that begins."""
         assert isinstance(message, Begin), "a program asks the model by itself"
         task: asyncio.Task[Event] = asyncio.ensure_future(self._play(message))

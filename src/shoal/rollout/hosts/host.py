@@ -58,15 +58,12 @@ class Host:
         self._why = ""
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
-        """The next event of the slot of a message.
+    def tell(self, message: Message) -> Awaitable[Any]:
+        """The next event of the slot of a message, or the report that it asks for.
 
         Raises:
             HostLostError: the host is lost.
         """
-        return self._sent(message)
-
-    def _sent(self, message: Message) -> asyncio.Future[Any]:
         if self.lost:
             raise HostLostError(self._why, 0)
         future = self._expected(message.slot)
@@ -154,7 +151,7 @@ class SlotsHost(Host):
         limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
         with contextlib.suppress(HostLostError):
             try:
-                return (await asyncio.wait_for(self._sent(Control(LOOK)), limit)).overdue  # type: ignore[no-any-return]
+                return (await asyncio.wait_for(self.tell(Control(LOOK)), limit)).overdue  # type: ignore[no-any-return]
             except TimeoutError:
                 self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
         return ()
@@ -164,7 +161,7 @@ class SlotsHost(Host):
         seconds = self._setup.close_seconds
         with contextlib.suppress(HostLostError):
             try:
-                await asyncio.wait_for(self._sent(Control(CLOSE)), seconds)
+                await asyncio.wait_for(self.tell(Control(CLOSE)), seconds)
             except TimeoutError:
                 self.lose(f"{self.name} did not close its envs within {seconds:g} s")
 

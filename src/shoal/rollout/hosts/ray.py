@@ -31,7 +31,7 @@ class _Actor:
         self._host = ThreadHost(self._setup)
 
     async def tell(self, data: bytes) -> bytes:
-        return encode(await self._host._sent(decode_message(data)))
+        return encode(await self._host.tell(decode_message(data)))
 
 
 class RayHost(SlotsHost):
