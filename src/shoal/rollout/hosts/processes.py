@@ -228,8 +228,13 @@ class JoblibHosts(ProcessHosts):
             return await super()._start(number)
         self._wanted.discard(number)
         connecting = asyncio.ensure_future(self._connected())
-        waiting: list[asyncio.Future[Any]] = [connecting, tasks]
-        await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        self._connecting.append(connecting)
+        try:
+            waiting: list[asyncio.Future[Any]] = [connecting, tasks]
+            await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            connecting.cancel()
+            raise
         why = f"did not start within {START_SECONDS:g} s"
         if connecting.done():
             try:
@@ -245,6 +250,7 @@ class JoblibHosts(ProcessHosts):
     def _begin(self) -> asyncio.Future[None]:
         """Start the tasks, which connect to a socket in a folder of this user's own."""
         self._wanted, self._turn = set(range(self.count)), asyncio.Lock()
+        self._connecting: list[asyncio.Task[Host]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         path = f"{self._folder.name}/hosts"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -272,6 +278,9 @@ class JoblibHosts(ProcessHosts):
         await super().close()
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
+            for host in await asyncio.gather(*self._connecting, return_exceptions=True):
+                if isinstance(host, Host):  # also one that connected when the rollout was broken off
+                    host.end()
             self._listener.close()  # which ends those that connected too late
             await asyncio.wait([tasks], timeout=self._setup.close_seconds)
             self._folder.cleanup()
