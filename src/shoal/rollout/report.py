@@ -1,4 +1,4 @@
-"""What is said of a rollout: how it went, and warnings about failed episodes, the first of each cause in full."""
+"""The report of a rollout: how it went, and warnings about failed episodes, the first of each cause in full."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.rollout.episode import Role
-from shoal.rollout.filters import discounted
 from shoal.train.advice import Rejected
 from shoal.train.agent.algorithms.advantages import has_signal
 from shoal.train.agent.batch.samples import was_cut
 from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.run.filters import discounted
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
