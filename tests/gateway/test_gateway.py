@@ -15,12 +15,14 @@ import pytest
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import read_answer
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tokenizers import TinyTokenizer
 
 CHAT = {"model": "m"}
 GO = [{"role": "user", "content": "go"}]
@@ -219,7 +221,7 @@ REFUSED = [
         },
         "messages[1]",
     ),
-    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "surrogates"),
+    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the request is no JSON"),
     ({"messages": [{"role": "user", "content": "go", "weight": float("nan")}]}, "JSON"),
     ({"tools": 5}, "tools"),
     ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
@@ -422,6 +424,7 @@ def test_an_answer_that_was_cut_says_so_on_every_wire(serve, engine):
 
 
 def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
+    chat = ToolChat(TinyTokenizer(), [Tool("add", "", {"type": "object"})])
     for text in (
         '<tool_call>{"name": "add", "arguments": }</tool_call>',
         '<tool_call>{"name": "rm"}</tool_call>',
@@ -433,8 +436,7 @@ def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
         f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
     ):
-        said = read_answer(text, ["add"])
-        assert (said.text, said.calls) == (text, ())
+        assert chat.split(text) == (text, ())
 
 
 def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_follows(serve, engine):

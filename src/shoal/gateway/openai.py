@@ -12,18 +12,19 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
     answer_part,
     arguments_of,
     flag,
     listed,
+    offered_tool,
     result_part,
     turns_of,
-    with_schemas,
 )
-from shoal.gateway.sessions import Answer
+from shoal.gateway.sessions import Choice
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
 CHAT = {
@@ -95,8 +96,8 @@ def text_of(content: Any, param: str) -> str:
     raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
 
 
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a request as `{"name", "description", "parameters"}`; none where they may not be called."""
+def tools_of(body: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """The tools of a request; none where they may not be called."""
     found = []
     for tool in listed(body.get("tools"), "tools"):
         if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
@@ -104,11 +105,11 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
-        found.append({key: function.get(key) for key in ("name", "description", "parameters")})
-    return [] if body.get("tool_choice") == "none" else found
+        found.append(offered_tool(function["name"], function.get("description"), function.get("parameters")))
+    return () if body.get("tool_choice") == "none" else tuple(found)
 
 
-def chat(body: Mapping[str, Any], most: int) -> Asked:
+def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A chat completion as turns.
 
     Args:
@@ -128,12 +129,12 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
         *messages, last = messages
         begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
-    parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+    parts = [_chat_message(index, message, several) for index, message in enumerate(messages)]
+    return ChatRequest(
+        turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
         stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
-        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"), begun=begun,
+        tools=tools, usage=flag(options, "include_usage"), begun=begun,
     )  # fmt: skip
 
 
@@ -149,9 +150,9 @@ def _goes_on(body: Mapping[str, Any]) -> bool:
     return goes_on
 
 
-def begun_answer(message: Any, place: int) -> str:
+def begun_answer(message: Any, index: int) -> str:
     """The text of an answer that is to be gone on with."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
         raise RefusedError(
             f"{param} must be a message of the assistant without calls, to go on with it", param=param
@@ -165,9 +166,9 @@ def _speaker(message: Any) -> str | None:
     return str(message["name"]) if spoke and message.get("name") is not None else None
 
 
-def _chat_message(place: int, message: Any, several: bool) -> Part:
+def _chat_message(index: int, message: Any, several: bool) -> Part:
     """One message; the name of who answered is shown where there are several."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise RefusedError(
@@ -181,7 +182,7 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
     if name is not None and not isinstance(name, str):
         raise RefusedError(f"{param}.name must be text, got {name!r:.80}", param=param)
     if role == "tool":
-        return result_part(text, message.get("tool_call_id"), param, name or None)
+        return result_part(text, message.get("tool_call_id"), param, tool=name or "")
     if name and (role != "assistant" or several):
         text = f"{name}: {text}"
     if role != "assistant":
@@ -197,12 +198,12 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
 
 
 # --- answers
-def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A chat completion."""
     choices = []
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         choice = {
-            "index": place,
+            "index": index,
             "message": _message(answer),
             "finish_reason": _finish(answer),
             "logprobs": None,
@@ -225,33 +226,32 @@ def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[s
     }  # fmt: skip
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    said = answer.said
-    found: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-    if said.calls:
-        found["content"] = said.text or None
+def _message(answer: Choice) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        found["content"] = answer.text or None
         found["tool_calls"] = [
             {
-                "id": call_id(answer, place), "type": "function",
+                "id": call_id(answer, index), "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
-            for place, call in enumerate(said.calls)
+            for index, call in enumerate(answer.calls)
         ]  # fmt: skip
     return found
 
 
-def call_id(answer: Answer, place: int) -> str:
+def call_id(answer: Choice, index: int) -> str:
     """The id of a tool call."""
-    return f"call_{answer.number}_{place}"
+    return f"call_{answer.number}_{index}"
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Choice) -> str:
     if answer.cut:
         return "length"
-    return "tool_calls" if answer.said.calls else "stop"
+    return "tool_calls" if answer.calls else "stop"
 
 
-def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def chat_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished chat completion as server-sent events."""
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
@@ -261,8 +261,8 @@ def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     for choice in answer["choices"]:
         message = dict(choice["message"])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
-        for place, call in enumerate(message.get("tool_calls", ())):
-            deltas.append({"tool_calls": [{"index": place, **call}]})
+        for index, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
         for delta in deltas:
             entry = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
             yield event(choices=[entry])

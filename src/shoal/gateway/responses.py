@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
     answer_part,
@@ -17,10 +17,9 @@ from shoal.gateway.chats import (
     flag,
     result_part,
     turns_of,
-    with_schemas,
 )
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
-from shoal.gateway.sessions import Answer
+from shoal.gateway.sessions import Choice
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
@@ -34,7 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def response(body: Mapping[str, Any], most: int) -> Asked:
+def response(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A request of the responses API as turns.
 
     Args:
@@ -46,12 +45,11 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
-    tools = tools_of(body)
-    told = text_of(body.get("instructions"), "instructions")
-    parts = [*([Part("system", told, "instructions")] if told else []), *_items(items)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
+    instructions = text_of(body.get("instructions"), "instructions")
+    parts = [*([Part("system", instructions, "instructions")] if instructions else []), *_items(items)]
+    return ChatRequest(
+        turns_of(parts), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools_of(body),
     )  # fmt: skip
 
 
@@ -59,8 +57,8 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
     """Items as messages: what the assistant said and called between two inputs is one message."""
     texts: list[str] = []
     calls: list[tuple[Any, ToolCall]] = []
-    for place, item in enumerate(items):
-        param = f"input[{place}]"
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         role = item.get("role") if kind == "message" else None
         if role == "assistant":
@@ -73,7 +71,7 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
         if kind == "reasoning":
             continue
         if texts or calls:
-            yield answer_part("".join(texts), calls, f"input[{place - 1}]")
+            yield answer_part("".join(texts), calls, f"input[{index - 1}]")
             texts, calls = [], []
         if role in ("system", "developer"):
             yield Part("system", text_of(item.get("content"), param), param)
@@ -87,19 +85,19 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
         yield answer_part("".join(texts), calls, f"input[{len(items) - 1}]")
 
 
-def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def response_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A response."""
     answer = answers[0]
     name = f"{session}_{answer.number}"
     output: list[dict[str, Any]] = []
-    if answer.said.text or not answer.said.calls:
-        part = {"type": "output_text", "text": answer.said.text, "annotations": [], "logprobs": []}
+    if answer.text or not answer.calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         ended = "incomplete" if answer.cut else "completed"
         message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": ended}
         output.append({**message, "content": [part]})
-    for place, call in enumerate(answer.said.calls):
+    for index, call in enumerate(answer.calls):
         output.append({
-            "type": "function_call", "id": f"fc_{name}_{place}", "call_id": call_id(answer, place), "name": call.name,
+            "type": "function_call", "id": f"fc_{name}_{index}", "call_id": call_id(answer, index), "name": call.name,
             "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
         })  # fmt: skip
     read, written = answer.prompt_tokens, len(answer.completion.token_ids)
@@ -116,7 +114,7 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     }  # fmt: skip
 
 
-def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def response_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished response as server-sent events."""
     count = 0
 
@@ -128,11 +126,11 @@ def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
 
     begun = {**answer, "status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
-    for place, item in enumerate(answer["output"]):
-        where = {"output_index": place, "item_id": item["id"]}
+    for index, item in enumerate(answer["output"]):
+        where = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             part = item["content"][0]
-            yield event("response.output_item.added", output_index=place, item={**item, "content": []})
+            yield event("response.output_item.added", output_index=index, item={**item, "content": []})
             empty = {**part, "text": ""}
             yield event("response.content_part.added", **where, content_index=0, part=empty)
             yield event(
@@ -141,8 +139,8 @@ def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
             yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **where, content_index=0, part=part)
         else:
-            yield event("response.output_item.added", output_index=place, item={**item, "arguments": ""})
+            yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
             yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
             yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
-        yield event("response.output_item.done", output_index=place, item=item)
+        yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{answer['status']}", response=dict(answer))

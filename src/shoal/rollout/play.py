@@ -357,7 +357,7 @@ class TrajectoryCollector(Closing):
         self.tags, self.roles, self.group_size = tuple(tags), dict(roles), group_size
         self.journal, self.failures = journal or Journal(), failures or FailureLog()
         self.toolbox, self._judge = toolbox or Toolbox(()), judge
-        self.prompter = Prompter(prompt, self.toolbox.chat(engine.tokenizer))
+        self.prompter = Prompter(prompt, engine.tokenizer, self.toolbox.chat(engine.tokenizer))
         self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size
         self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self.roles, self.prompter, env_retries))
@@ -637,7 +637,8 @@ class ParallelRolloutManager(TrajectoryCollector):
             self.settings = replace(own, episodes_at_once=1)
         self._setup = Setup(
             {tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles},
-            self.roles, proxy.prompt, self.prompter.tokenizer, own.env_retries, own.step_timeout, own.make_timeout,
+            self.roles, proxy.prompt, engine.tokenizer, own.env_retries, own.step_timeout, own.make_timeout,
+            self.prompter.tools,
         )  # fmt: skip
         self._here, self._settings_here = LocalHosts(partial(InlineHost, self._setup)), ONE_AT_ONCE
         self._workers = 1 if self.backend == "serial" else self.n_jobs

@@ -28,6 +28,7 @@ from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import filled, run_functions
 from shoal.samplers.sampler import ChatTokenizer, Completion, Sampling
 
@@ -47,6 +48,12 @@ class Setup:
     env_retries: int = 1
     step_timeout: float | None = None
     make_timeout: float | None = None
+    tools: ToolChat | None = None
+
+    @property
+    def prompter(self) -> Prompter:
+        """What makes the prompts, for one host."""
+        return Prompter(self.prompt, self.tokenizer, self.tools)
 
     @property
     def close_seconds(self) -> float:
@@ -357,7 +364,7 @@ class SlotThreads:
 
     def __init__(self, setup: Setup, send: Callable[[Event | Report], object]) -> None:
         self._setup, self._send = setup, send
-        self._prompter = Prompter(setup.prompt, setup.tokenizer)
+        self._prompter = setup.prompter
         self._slots: dict[int, tuple[Slot, OwnThread]] = {}
 
     def post(self, message: Message) -> None:

@@ -23,7 +23,6 @@ from shoal.rollout.hosts.episodes import (
     Slot,
     SlotThreads,
 )
-from shoal.rollout.prompts import Prompter
 
 MISSED = 5.0
 """Seconds beyond the limits of envs after which a host that does not answer at all is given up."""
@@ -125,7 +124,7 @@ class InlineHost(Host):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
+        self._slot = Slot(setup, setup.prompter)
 
     def _send(self, message: Begin | Reply) -> None:
         self._receive(self._slot.handle(message))

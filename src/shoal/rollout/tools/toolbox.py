@@ -117,11 +117,9 @@ class Toolbox(Closing):
             for tool in listed
         ]
 
-    def chat(self, tokenizer: ChatTokenizer) -> Any:
-        """The tokenizer, with these tools in its prompts; as it is where there are none, or it has them."""
-        if isinstance(tokenizer, ToolChat):
-            return tokenizer
-        return ToolChat(tokenizer, list(self.tools.values()), self._max_turns) if self.tools else tokenizer
+    def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
+        """How a model with this tokenizer is shown these tools; None where there are none."""
+        return ToolChat(tokenizer, list(self.tools.values()), self._max_turns) if self.tools else None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
