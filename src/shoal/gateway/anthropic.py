@@ -11,6 +11,7 @@ from shoal.gateway.chats import (
     ChatRequest,
     Part,
     RefusedError,
+    Wishes,
     answer_part,
     flag,
     listed,
@@ -22,14 +23,12 @@ from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Choice
 from shoal.rollout.tools.functions import Tool
 
-KNOWN = {
+UNUSED = {"thinking", "context_management", "speed"}
+"""Parameters that nothing comes of here."""
+KNOWN = UNUSED | {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
-    "tool_choice", "metadata", "thinking", "service_tier",
+    "tool_choice", "metadata", "service_tier", "output_config", "output_format", "betas", "inference_geo",
 }  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-}
 
 
 def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
@@ -39,23 +38,46 @@ def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
         body: the request.
         most: tokens of an answer, at most.
     """
-    check(body, KNOWN, NEUTRAL)
+    check(body, KNOWN, {})
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise RefusedError("messages must be a list with at least one message", param="messages")
-    off = body.get("tool_choice") == {"type": "none"}
-    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
+    wishes = Wishes()
+    wishes.unused({} if body.get("thinking") == {"type": "disabled"} else body, {"thinking"})
+    wishes.unused(body, UNUSED - {"thinking"})
+    output = body.get("output_config") or {}
+    if not isinstance(output, Mapping):
+        raise RefusedError("output_config must be an object", param="output_config")
+    wishes.answer_in_json(output.get("format"), "output_config.format")
+    wishes.answer_in_json(body.get("output_format"), "output_format")
+    wishes.unused(output, {"effort"})
+    choice = body.get("tool_choice")
+    offered = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
+    may_call = wishes.choose_tool(choice, ("any", "tool"))
+    one = isinstance(choice, Mapping) and bool(choice.get("disable_parallel_tool_use"))
+    wishes.one_call(bool(offered) and one, "disable_parallel_tool_use")
+    tools = wishes.offered(offered) if may_call else ()
     system = text_of(body.get("system"), "system")
+    begun = ""
+    if _role(given[-1]) == "assistant":  # to be gone on with
+        [part] = _message(len(given) - 1, given[-1])
+        if part.calls:
+            raise RefusedError("messages: the last one calls tools, and has no results", param="messages")
+        given, begun = given[:-1], part.text
     parts = [Part("system", system)] if system else []
-    parts += (part for index, message in enumerate(given) for part in _message(index, message))
+    parts += (part for place, message in enumerate(given) for part in _message(place, message))
     stop = listed(body.get("stop_sequences"), "stop_sequences")
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
     sampling = sampling_of({**body, "stop": stop}, most, "max_tokens")
     return ChatRequest(
-        turns_of(parts), sampling, model=str(body.get("model", "")),
-        stream=flag(body, "stream"), tools=() if off else tuple(tools),
+        turns_of(wishes.in_front(parts)), sampling, model=str(body.get("model", "")),
+        stream=flag(body, "stream"), tools=tools, begun=begun, **wishes.noted,
     )  # fmt: skip
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _tool(tool: Any) -> Tool:
@@ -68,8 +90,8 @@ def _tool(tool: Any) -> Tool:
 
 def _message(index: int, message: Any) -> list[Part]:
     param = f"messages[{index}]"
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in ("user", "assistant"):
+    role = _role(message)
+    if role not in ("user", "assistant", "system"):
         raise RefusedError(f"{param}.role must be user or assistant, got {role!r:.40}", param=param)
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -83,7 +105,7 @@ def _message(index: int, message: Any) -> list[Part]:
         if kind == "text":
             text = text_of(block.get("text"), param)
             texts.append(text)
-            found.append(Part("user", text, param))
+            found.append(Part("system" if role == "system" else "user", text, param))
         elif kind == "tool_use" and role == "assistant":
             calls.append((block.get("id"), ToolCall(str(block.get("name")), block.get("input") or {})))
         elif kind == "tool_result" and role == "user":

@@ -7,8 +7,9 @@ here, in whatever order a tool's arguments stand, so a program that sends an ans
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -100,6 +101,13 @@ class ChatRequest:
     usage: bool = False  # whether a stream ends with the count of tokens
     settings: Mapping[str, float] = field(default_factory=dict)  # parameters of `PICKING` that it names
     begun: str = ""  # what the answer begins with; the model goes on from there
+    unenforced: tuple[
+        str, ...
+    ] = ()  # parameters that the model was told of in words, or that nothing comes of
+    wants_json: bool = False
+    token_ids: bool = False  # whether the answer names the tokens of prompt and answer
+    custom: frozenset[str] = frozenset()  # tools that take one text, not arguments
+    raw: str | tuple[int, ...] | None = None  # a prompt that is no chat: its text or tokens as they are
 
     @cached_property
     def turns(self) -> tuple[tuple[str, str], ...]:
@@ -110,6 +118,88 @@ class ChatRequest:
         begins = turns[0][0] == "system"
         system = with_tools(turns[0][1] if begins else "", [tool.schema for tool in self.tools])
         return (("system", system), *turns[begins:])
+
+
+class Wishes:
+    """What a request wants of its answer: the model is told so in its system message, and nothing enforces it.
+
+    Each wish is counted in the record of the episode.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.told: list[str] = []
+        self.json = False
+        self.only: str | None = None  # the tool that must be called
+        self._choice: Any = None
+
+    def unused(self, body: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Note parameters that nothing comes of."""
+        self.names += [name for name in sorted(names) if body.get(name) not in (None, {}, [])]
+
+    def answer_in_json(self, format: Any, param: str) -> None:
+        """An object that describes the form of the answer: `{"type": "json_schema", …}`."""
+        kind = format.get("type") if isinstance(format, Mapping) else None
+        if format is None or kind == "text":
+            return
+        if kind not in ("json_object", "json_schema"):
+            raise RefusedError(f"{param}: a format of {kind!r:.40} is not served here", param=param)
+        inner = format.get("json_schema", format) if kind == "json_schema" else {}
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if not isinstance(schema, Mapping | None):
+            raise RefusedError(f"{param}: the schema must be an object", param=param)
+        fits = (
+            "" if schema is None else f" It must fit this JSON Schema: {json.dumps(schema, sort_keys=True)}"
+        )
+        self.names.append(param)
+        self.told.append(f"Answer with one JSON value and nothing else.{fits}")
+        self.json = True
+
+    def choose_tool(self, choice: Any, required: Sequence[str]) -> bool:
+        """Take `tool_choice`: a word, or an object with a type or a tool's name; whether tools may be called at all."""
+        kind = choice.get("type") if isinstance(choice, Mapping) else choice
+        if kind in (None, "auto", "none"):
+            return kind != "none"
+        inner = choice.get("function", choice) if isinstance(choice, Mapping) else {}
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        if kind not in required and not isinstance(name, str):
+            raise RefusedError(f"tool_choice={choice!r:.80} is not served here", param="tool_choice")
+        self.only, self._choice = name, choice
+        self.names.append("tool_choice")
+        self.told.append("Call a tool." if name is None else f"Call the tool {name}.")
+        return True
+
+    def one_call(self, asked: bool, name: str) -> None:
+        """At most one call in an answer."""
+        if asked:
+            self.names.append(name)
+            self.told.append("Call at most one tool.")
+
+    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Of the tools those that may be called: one, where it is named.
+
+        Raises:
+            RefusedError: none has this name, or one must be called and there is none.
+        """
+        if self._choice is not None and not tools:
+            raise RefusedError(f"tool_choice={self._choice!r:.80}: there are no tools", param="tool_choice")
+        if self.only is None:
+            return tuple(tools)
+        found = tuple(tool for tool in tools if tool.name == self.only)
+        if not found:
+            raise RefusedError(f"tool_choice: no tool is named {self.only!r:.80}", param="tool_choice")
+        return found
+
+    def in_front(self, parts: Iterable[Part]) -> list[Part]:
+        """The messages, with what the model is told behind the system's."""
+        found = list(parts)
+        place = next((i for i, part in enumerate(found) if part.role != "system"), len(found))
+        return [*found[:place], *(Part("system", text, "system") for text in self.told), *found[place:]]
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """Its fields of a `ChatRequest`."""
+        return {"unenforced": tuple(self.names), "wants_json": self.json}
 
 
 def answer_part(text: str, calls: Sequence[tuple[Any, ToolCall]], param: str) -> Part:
@@ -179,21 +269,23 @@ def arguments_of(value: Any, param: str) -> Any:
 
 
 def turns_of(parts: Sequence[Part]) -> tuple[Turn, ...]:
-    """Messages as turns: those of one side that follow each other become one, and there must be something to answer."""
-    turns: list[Turn] = []
-    for role, members in itertools.groupby(_with_ordered_results(parts), key=lambda part: part.role):
-        if role == "system" and turns:
-            raise RefusedError("messages: a system message must come before all others", param="messages")
-        turns.append(Turn(role, tuple(members)))
+    """Messages as turns: those of one side that follow each other become one, and there must be something to answer.
+
+    A system message behind others stands in the user's turn: models are trained on one in front.
+    """
+    begun = next((place for place, part in enumerate(parts) if part.role != "system"), len(parts))
+    parts = [
+        replace(part, role="user") if part.role == "system" and place > begun else part
+        for place, part in enumerate(parts)
+    ]
+    turns = [
+        Turn(role, tuple(members))
+        for role, members in itertools.groupby(_with_ordered_results(parts), key=lambda part: part.role)
+    ]
     if not turns or turns[-1].role != "user":
         raise RefusedError(
             "messages: the last message must be of the user or a tool, so that there is something to answer",
             param="messages",
-        )
-    first = turns[1 if turns[0].role == "system" else 0 :][:1]
-    if first and first[0].role != "user":
-        raise RefusedError(
-            "messages: the first message after the system's must be the user's", param="messages"
         )
     return tuple(turns)
 

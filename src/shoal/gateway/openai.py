@@ -15,6 +15,7 @@ from shoal.gateway.chats import (
     ChatRequest,
     Part,
     RefusedError,
+    Wishes,
     answer_part,
     arguments_of,
     flag,
@@ -27,26 +28,36 @@ from shoal.gateway.sessions import Choice
 from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
-CHAT = {
+UNUSED = {
+    "seed", "reasoning", "reasoning_effort", "thinking", "verbosity", "service_tier", "metadata", "store", "user",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+"""Parameters that nothing comes of here: they are counted where they ask something of the answer."""
+SILENT = {
+    "service_tier", "metadata", "store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+"""Those of them that ask nothing of it."""
+CHAT = UNUSED | {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
-    "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "metadata",
-    "store", "seed", "frequency_penalty", "presence_penalty", "response_format", "safety_identifier",
-    "prompt_cache_key", "service_tier", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
+    "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "frequency_penalty",
+    "presence_penalty", "response_format", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
+    "return_token_ids",
 }  # fmt: skip
 """Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "seed": (), "top_logprobs": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "top_logprobs": (0,),
 }  # fmt: skip
 """Values of parameters that change nothing; others are refused."""
 
 
 def check(body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
-    """Refuse parameters that are not honoured, by name."""
+    """Refuse parameters that are not honoured, by name; null is none."""
     for name, value in body.items():
+        if value is None:
+            continue
         if name not in known:
             raise RefusedError(f"{name}: this parameter is not served here; leave it out", param=name)
-        if name in neutral and value is not None and value not in neutral[name]:
+        if name in neutral and value not in neutral[name]:
             allowed = " or ".join(map(repr, neutral[name]))
             advice = f"it may be {allowed}" if allowed else "leave it out"
             raise RefusedError(f"{name}={value!r:.80} is not served here; {advice}", param=name)
@@ -96,17 +107,37 @@ def text_of(content: Any, param: str) -> str:
     raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """The tools of a request; none where they may not be called."""
+def tools_of(body: Mapping[str, Any], wishes: Wishes) -> tuple[Tool, ...]:
+    """The tools of a request that may be called; what is said of calls becomes a wish."""
     found = []
     for tool in listed(body.get("tools"), "tools"):
-        if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
-            raise RefusedError(f"tools: one of type {tool['type']!r:.40} is not served here", param="tools")
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+        if kind == "custom":  # it takes one text
+            function: Any = tool.get("custom", tool)
+            parameters: Any = ONE_TEXT
+        elif kind == "function":
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        else:
+            raise RefusedError(f"tools: one of type {kind!r:.40} is not served here", param="tools")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
-        found.append(offered_tool(function["name"], function.get("description"), function.get("parameters")))
-    return () if body.get("tool_choice") == "none" else tuple(found)
+        found.append(offered_tool(function["name"], function.get("description"), parameters))
+    may_call = wishes.choose_tool(body.get("tool_choice"), ("required", "function", "custom"))
+    wishes.one_call(bool(found) and body.get("parallel_tool_calls") is False, "parallel_tool_calls")
+    return wishes.offered(found) if may_call else ()
+
+
+ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The arguments of a tool that takes one text."""
+
+
+def custom_tools(body: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the tools that take one text."""
+    tools = [tool for tool in listed(body.get("tools"), "tools") if isinstance(tool, Mapping)]
+    return frozenset(
+        str(tool.get("custom", tool).get("name")) for tool in tools if tool.get("type") == "custom"
+    )
 
 
 def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
@@ -120,7 +151,10 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages must be a list with at least one message", param="messages")
-    tools = tools_of(body)
+    wishes = Wishes()
+    wishes.unused(body, UNUSED - SILENT)
+    wishes.answer_in_json(body.get("response_format"), "response_format")
+    tools = tools_of(body, wishes)
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise RefusedError("stream_options must be an object", param="stream_options")
@@ -129,12 +163,13 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
         *messages, last = messages
         begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
-    parts = [_chat_message(index, message, several) for index, message in enumerate(messages)]
+    parts = wishes.in_front(_chat_message(place, message, several) for place, message in enumerate(messages))
     return ChatRequest(
         turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
-        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
-        tools=tools, usage=flag(options, "include_usage"), begun=begun,
+        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"), tools=tools,
+        usage=flag(options, "include_usage"), begun=begun, token_ids=flag(body, "return_token_ids"),
+        custom=custom_tools(body), **wishes.noted,
     )  # fmt: skip
 
 
@@ -189,11 +224,13 @@ def _chat_message(index: int, message: Any, several: bool) -> Part:
         return Part("user" if role == "user" else "system", text, param)
     calls = []
     for call in listed(message.get("tool_calls"), f"{param}.tool_calls"):
-        function = call.get("function") if isinstance(call, Mapping) else None
+        kind = call.get("type") if isinstance(call, Mapping) else None
+        custom = kind == "custom"
+        function = call.get("custom" if custom else "function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
-        made = ToolCall(str(function.get("name")), arguments_of(function.get("arguments"), param))
-        calls.append((call.get("id"), made))
+        given = {"input": function.get("input")} if custom else arguments_of(function.get("arguments"), param)
+        calls.append((call.get("id"), ToolCall(str(function.get("name")), given)))
     return answer_part(text, calls, param)
 
 
@@ -202,12 +239,11 @@ def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> 
     """A chat completion."""
     choices = []
     for index, answer in enumerate(answers):
-        choice = {
-            "index": index,
-            "message": _message(answer),
-            "finish_reason": _finish(answer),
-            "logprobs": None,
-        }
+        choice: dict[str, Any] = {
+            "index": index, "message": _message(asked, answer), "finish_reason": _finish(answer), "logprobs": None,
+        }  # fmt: skip
+        if asked.token_ids:
+            choice["token_ids"] = list(answer.completion.token_ids)
         if asked.logprobs:
             pairs = zip(answer.completion.token_ids, answer.completion.logprobs, strict=True)
             content: list[dict[str, Any]] = [
@@ -219,25 +255,36 @@ def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> 
     read = answers[0].prompt_tokens
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     known = read - answers[0].new_tokens
+    more = {"prompt_token_ids": list(answers[0].prompt_ids)} if asked.token_ids else {}
     return {
         "id": f"chatcmpl-{session}-{answers[0].number}", "object": "chat.completion", "created": int(time.time()),
-        "model": asked.model, "choices": choices,
+        "model": asked.model, "choices": choices, **more,
         "usage": {**usage, "prompt_tokens_details": {"cached_tokens": known}},
     }  # fmt: skip
 
 
-def _message(answer: Choice) -> dict[str, Any]:
+def _message(asked: ChatRequest, answer: Choice) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         found["content"] = answer.text or None
         found["tool_calls"] = [
-            {
-                "id": call_id(answer, index), "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
+            {"id": call_id(answer, index), **_call(call, call.name in asked.custom)}
             for index, call in enumerate(answer.calls)
-        ]  # fmt: skip
+        ]
     return found
+
+
+def _call(call: ToolCall, custom: bool) -> dict[str, Any]:
+    if custom:
+        return {"type": "custom", "custom": {"name": call.name, "input": one_text(call)}}
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def one_text(call: ToolCall) -> str:
+    """The text of a call of a tool that takes one."""
+    given = call.arguments.get("input", "") if isinstance(call.arguments, Mapping) else call.arguments
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def call_id(answer: Choice, index: int) -> str:

@@ -12,24 +12,33 @@ from shoal.gateway.chats import (
     ChatRequest,
     Part,
     RefusedError,
+    Wishes,
     answer_part,
     arguments_of,
     flag,
     result_part,
     turns_of,
 )
-from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
+from shoal.gateway.openai import (
+    SILENT,
+    call_id,
+    check,
+    custom_tools,
+    one_text,
+    sampling_of,
+    text_of,
+    tools_of,
+)
 from shoal.gateway.sessions import Choice
 
-KNOWN = {
+UNUSED = {"reasoning", "seed"}
+"""Parameters that nothing comes of here."""
+KNOWN = UNUSED | SILENT | {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
-    "parallel_tool_calls", "store", "metadata", "user", "include", "truncation", "text", "reasoning",
-    "previous_response_id", "safety_identifier", "prompt_cache_key", "service_tier",
+    "parallel_tool_calls", "include", "truncation", "text", "previous_response_id", "client_metadata",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "truncation": ("disabled",), "text": ({"format": {"type": "text"}},),
-    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
-    "include": ([], ["reasoning.encrypted_content"]), "reasoning": ({},),
+    "previous_response_id": (), "truncation": ("disabled", "auto"), "include": ([], ["reasoning.encrypted_content"]),
 }  # fmt: skip
 
 
@@ -46,10 +55,19 @@ def response(body: Mapping[str, Any], most: int) -> ChatRequest:
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
     instructions = text_of(body.get("instructions"), "instructions")
-    parts = [*([Part("system", instructions, "instructions")] if instructions else []), *_items(items)]
+    wishes = Wishes()
+    wishes.unused(body, UNUSED)
+    text = body.get("text") or {}
+    if not isinstance(text, Mapping):
+        raise RefusedError("text must be an object", param="text")
+    wishes.answer_in_json(text.get("format"), "text.format")
+    wishes.unused(text, {"verbosity"})
+    tools = tools_of(body, wishes)
+    front = [Part("system", instructions, "instructions")] if instructions else []
     return ChatRequest(
-        turns_of(parts), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools_of(body),
+        turns_of(wishes.in_front([*front, *_items(items)])), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools, custom=custom_tools(body),
+        **wishes.noted,
     )  # fmt: skip
 
 
@@ -64,9 +82,10 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
         if role == "assistant":
             texts.append(text_of(item.get("content"), param))
             continue
-        if kind == "function_call":
-            call = ToolCall(str(item.get("name")), arguments_of(item.get("arguments"), param))
-            calls.append((item.get("call_id"), call))
+        if kind in ("function_call", "custom_tool_call"):
+            custom = kind == "custom_tool_call"
+            given = {"input": item.get("input")} if custom else arguments_of(item.get("arguments"), param)
+            calls.append((item.get("call_id"), ToolCall(str(item.get("name")), given)))
             continue
         if kind == "reasoning":
             continue
@@ -77,7 +96,7 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
             yield Part("system", text_of(item.get("content"), param), param)
         elif role == "user":
             yield Part("user", text_of(item.get("content"), param), param)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             yield result_part(text_of(item.get("output"), param), item.get("call_id"), param)
         else:
             raise RefusedError(f"{param}: an item of {kind!r:.40} is not served here", param=param)
@@ -96,10 +115,12 @@ def response_answer(asked: ChatRequest, session: str, answers: Sequence[Choice])
         message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": ended}
         output.append({**message, "content": [part]})
     for index, call in enumerate(answer.calls):
-        output.append({
-            "type": "function_call", "id": f"fc_{name}_{index}", "call_id": call_id(answer, index), "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
-        })  # fmt: skip
+        if call.name in asked.custom:
+            item = {"type": "custom_tool_call", "id": f"ctc_{name}_{index}", "input": one_text(call)}
+        else:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            item = {"type": "function_call", "id": f"fc_{name}_{index}", "arguments": arguments}
+        output.append({**item, "call_id": call_id(answer, index), "name": call.name, "status": "completed"})
     read, written = answer.prompt_tokens, len(answer.completion.token_ids)
     return {
         "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": asked.model,

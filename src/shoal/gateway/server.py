@@ -24,7 +24,7 @@ from shoal.core.files import append_line
 from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
-from shoal.gateway import anthropic, openai, responses
+from shoal.gateway import anthropic, completions, openai, responses
 from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, from_json
 from shoal.gateway.sessions import Choice, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
@@ -60,6 +60,9 @@ def _anthropic_error(error: RefusedError) -> dict[str, Any]:
 
 WIRES = {
     "chat/completions": Wire(openai.chat, openai.chat_answer, openai.chat_stream, _openai_error),
+    "completions": Wire(
+        completions.completion, completions.completion_answer, completions.completion_stream, _openai_error
+    ),
     "responses": Wire(responses.response, responses.response_answer, responses.response_stream, _openai_error),
     "messages": Wire(anthropic.messages, anthropic.message_answer, anthropic.message_stream, _anthropic_error),
 }  # fmt: skip
@@ -176,6 +179,17 @@ class Gateway:
         answer = wire.write(asked, session, answers)
         return 200, wire.stream(asked, answer) if asked.stream else answer
 
+    async def count(self, session: str, body: bytes) -> tuple[int, Any]:
+        """The status and the JSON of an answer to Anthropic's `count_tokens`; nothing is asked or recorded."""
+        wire = WIRES["messages"]
+        try:
+            asked = self._read(wire, body)
+            found = self.sessions.get(session) or Session(session, Key(0, ()), self.tokens, self.sampler)
+            return 200, {"input_tokens": await found.count(asked)}
+        except RefusedError as error:
+            self.refuse(session, error)
+            return error.status, wire.error(error)
+
     def refuse(self, session: str, error: RefusedError) -> None:
         """Note a refused request in its session, if there is one of that name."""
         if session in self.sessions:
@@ -247,7 +261,8 @@ def make_app(gateway: Gateway) -> Any:
         if (answer := guard(request)) is not None:
             return answer
         path, session = request.path_params["path"], request.path_params["session"]
-        if path not in WIRES:
+        counts = path == "messages/count_tokens"
+        if path not in WIRES and not counts:
             return refused(request, 404, f"/v1/{path[:80]} is not served; {', '.join(WIRES)} are")
         try:
             body = await read(request)
@@ -255,6 +270,9 @@ def make_app(gateway: Gateway) -> Any:
             return refused(request, error.status, str(error))
         except ClientDisconnect:
             return Response(status_code=400)
+        if counts:
+            status, found = await gateway.count(session, body)
+            return JSONResponse(found, status)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         try:
             status, found = await gateway.handle(path, session, body, retried)
@@ -265,8 +283,9 @@ def make_app(gateway: Gateway) -> Any:
         return StreamingResponse(found, status, media_type="text/event-stream")
 
     async def models(request: Request) -> Response:
-        entry = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "shoal"}
-        return guard(request) or JSONResponse({"object": "list", "data": [entry]})
+        asked = request.path_params.get("model")  # any name will do: there is one model
+        entry = {"id": asked or gateway.model, "object": "model", "created": 0, "owned_by": "shoal"}
+        return guard(request) or JSONResponse({"object": "list", "data": [entry]} if asked is None else entry)
 
     async def nowhere(request: Request) -> Response:
         served = "POST to /SECRET/SESSION/v1/chat/completions, or GET /SECRET/SESSION/v1/models"
@@ -275,6 +294,7 @@ def make_app(gateway: Gateway) -> Any:
     return Starlette(
         routes=[
             Route("/{secret}/{session}/v1/models", models, methods=["GET"]),
+            Route("/{secret}/{session}/v1/models/{model:path}", models, methods=["GET"]),
             Route("/{secret}/{session}/v1/{path:path}", ask, methods=["POST"]),
             Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]

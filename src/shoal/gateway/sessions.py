@@ -22,11 +22,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.core.data import Call, Counted, Requests
+from shoal.core.data import INVALID_JSON, Call, Counted, Requests
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.executors import in_own_thread
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn
+from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn, from_json
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import Tool
@@ -54,9 +54,14 @@ class Choice:
     text: str
     calls: tuple[ToolCall, ...]
     completion: Completion
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
     new_tokens: int  # of the prompt, beyond what the parent had
     stop: str | None = None  # the text that ended it; it is part of the tokens, not of what is said
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
 
     @property
     def cut(self) -> bool:
@@ -209,10 +214,13 @@ class Session:
         """Whether a call came while another one was being answered."""
         self.exhausted = asyncio.Event()
         """Set when the program asks on and on though a budget is used up."""
-        self._refused, self._overridden = Counter[str](), Counter[str]()
+        self._refused, self._overridden, self._unenforced = Counter[str](), Counter[str](), Counter[str]()
         self._spent: list[Budget] = []  # of each request that was refused for a budget
         self._answered_at = 0  # how many of these there were at the last answer
         self._answers: dict[str, asyncio.Task[list[Choice]]] = {}  # by the digest of the request
+        self._unwritten: dict[
+            str, tuple[list[Choice], list[int]]
+        ] = {}  # by that: answers, and calls to write down
 
     @property
     def failed(self) -> EngineError | None:
@@ -221,12 +229,12 @@ class Session:
 
     @property
     def requests(self) -> Requests | None:
-        """Those that were refused, and the settings that were not taken; None if there are none."""
-        refused, overridden = (
+        """Those that were refused, or answered otherwise than they asked; None if there are none."""
+        found = Requests(*(
             tuple(Counted(what, count) for what, count in sorted(counts.items()))
-            for counts in (self._refused, self._overridden)
-        )
-        return Requests(refused, overridden) if refused or overridden else None
+            for counts in (self._refused, self._overridden, self._unenforced)
+        ))  # fmt: skip
+        return found if found != Requests((), ()) else None
 
     def spent(self, *, in_time: bool = False) -> Budget | None:
         """The budget that ended the session: a request was refused for it, and none was answered after that.
@@ -261,22 +269,43 @@ class Session:
         digest = hashlib.sha256(body).hexdigest()
         task = self._answers.get(digest) if retried else None
         if task is None or (task.done() and task.exception() is not None):
-            task = self._answers[digest] = asyncio.ensure_future(self._answer(asked))
+            task = self._answers[digest] = asyncio.ensure_future(self._answer(asked, digest))
         return await asyncio.shield(task)
 
-    async def _answer(self, asked: ChatRequest) -> list[Choice]:
+    async def _answer(self, asked: ChatRequest, digest: str) -> list[Choice]:
+        if digest in self._unwritten:
+            return await self._written(digest)
         if self._most is not None and self._begun + asked.choices > self._most:
             raise SpentError(f"this session has had its {self._most} calls (max_steps)", "calls", 403)
         self._begun += asked.choices
         self.at_once |= self._under_way > 0
         self._under_way += 1
         try:
-            return await self._sampled(asked)
+            answers = await self._sampled(asked)
         except Exception:
             self._begun -= asked.choices
             raise
         finally:
             self._under_way -= 1
+        self._unwritten[digest] = answers, [answer.number for answer in answers]
+        return await self._written(digest)
+
+    async def _written(self, digest: str) -> list[Choice]:
+        """The answers to a request, once their calls are written down; on a full disk they wait to be asked for again.
+
+        Raises:
+            OSError: a call cannot be written.
+        """
+        answers, left = self._unwritten[digest]
+        write = self._write
+        if write is not None:
+            done = await asyncio.gather(*(write(self.calls[n]) for n in left), return_exceptions=True)
+            failed = [(n, error) for n, error in zip(left, done, strict=True) if error is not None]
+            if failed:
+                self._unwritten[digest] = answers, [n for n, _ in failed]
+                raise failed[0][1]
+        self._unwritten.pop(digest, None)
+        return answers
 
     async def _sampled(self, asked: ChatRequest) -> list[Choice]:
         sampling, work = self._sampling(asked.sampling), self._tokens.work
@@ -323,8 +352,11 @@ class Session:
         ]
         self._chats |= {answer.number: chat for answer, chat in zip(answers, begun, strict=True)}
         self._overridden.update(self._not_taken(asked))
-        if self._write is not None:
-            await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
+        self._unenforced.update(asked.unenforced)
+        self._unenforced[INVALID_JSON] += sum(
+            asked.wants_json and not answer.calls and not _is_json(answer.text) for answer in answers
+        )
+        self._unenforced += Counter()  # without what never happened
         return answers
 
     def _check_open(self) -> None:
@@ -352,10 +384,27 @@ class Session:
     # --- with the tokenizer, in any thread
     def _prompt(self, asked: ChatRequest, form: ChatFormat) -> Prompt:
         """The prompt of a request, which goes on from a call where that is possible."""
+        if asked.raw is not None:
+            ids = asked.raw if isinstance(asked.raw, tuple) else self._tokens.tokenizer.encode(asked.raw)
+            return Prompt(ids, self._behind(ids), _digest_of(ids))
         begun = self._tokens.tokenizer.encode(asked.begun)
         ids, parent = self._going_on(asked, form) or (self._root(asked.chat, form.tools), None)
         ids += begun
-        return Prompt(ids, parent, hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16])
+        return Prompt(ids, parent, _digest_of(ids))
+
+    def _behind(self, ids: tuple[int, ...]) -> int | None:
+        """The call with the most tokens of those that these tokens go on from; None if there is none."""
+        ends = ((self._prompts[n] + call.call.response_ids, n) for n, call in enumerate(self.calls))
+        found = [(len(end), -n) for end, n in ends if ids[: len(end)] == end and len(end) < len(ids)]
+        return -max(found)[1] if found else None
+
+    async def count(self, asked: ChatRequest) -> int:
+        """Tokens of the prompt of a request, which is not answered."""
+        form = await self._tokens.of(asked)
+        prompt = await self._tokens.work(
+            partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
+        )
+        return len(prompt.ids)
 
     def _going_on(self, asked: ChatRequest, form: ChatFormat) -> tuple[tuple[int, ...], int] | None:
         """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""
@@ -432,9 +481,10 @@ class Session:
         said = text.sent_back[0]
         self.calls.append(Recorded(self.name, number, digest, nth, call, asked.turns, said, asked.begun))
         self._prompts[number] = ids
-        for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in text.sent_back):
+        ways = text.sent_back if asked.raw is None else ()  # no chat goes on from what was none
+        for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
             self._ends.setdefault(turns, []).append(number)
-        return Choice(number, text.text, text.calls, done, len(ids), len(ids) - known, text.stop)
+        return Choice(number, text.text, text.calls, done, ids, len(ids) - known, text.stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.
@@ -444,9 +494,10 @@ class Session:
                 being answered; else in an order that does not depend on who asked first.
         """
         self.closed = True
-        order = self.calls
+        unread = {answer.number for answers, _ in self._unwritten.values() for answer in answers}
+        order = [recorded for recorded in self.calls if recorded.number not in unread]
         if not in_time or self.at_once:
-            order = sorted(order, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
+            order.sort(key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
         ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
         found: list[tuple[Recorded, Call]] = []
         for recorded in order:
@@ -456,6 +507,17 @@ class Session:
             ends.setdefault(prompt + call.response_ids, len(found))
             found.append((recorded, replace(call, parent=parent)))
         return found
+
+
+def _digest_of(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+
+def _is_json(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        from_json(text)
+        return True
+    return False
 
 
 def _messages(turn: Turn, tools: ToolChat) -> list[Message]:

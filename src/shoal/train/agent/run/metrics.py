@@ -52,9 +52,10 @@ def program_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         row["program_errors"] = failed / len(whole)
     if refused := sum(one.count for asked in requests for one in asked.refused):
         row["refused_requests"] = float(refused)
-    for one in (one for asked in requests for one in asked.overridden):
-        name = f"overridden/{one.what.partition('=')[0]}"
-        row[name] = row.get(name, 0.0) + one.count
+    for kind in ("overridden", "unenforced"):
+        for one in (one for asked in requests for one in getattr(asked, kind)):
+            name = f"{kind}/{one.what.partition('=')[0]}"
+            row[name] = row.get(name, 0.0) + one.count
     return row
 
 
