@@ -250,6 +250,7 @@ def shoal(*arguments: str) -> tuple[str, float]:
 
 def train(name: str, seed: int, run: Path, settings: list[str]) -> dict[str, Any]:
     """One run of a game, and its last weights in held-out episodes, sampled greedily."""
+    run.parent.mkdir(parents=True, exist_ok=True)
     (run.parent / f"{name}.yaml").write_text(YAML.format(game=GAMES[name].__name__))
     _, seconds = shoal(
         "train", "--config-dir", str(run.parent), "--config-name", name, f"seed={seed}", f"run_dir={run}",

@@ -44,12 +44,12 @@ from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
 from shoal.rollout.episode import EpisodeId  # noqa: E402
-from shoal.rollout.hosts import processes  # noqa: E402
+from shoal.rollout.hosts import episodes  # noqa: E402
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
 from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
 from shoal.rollout.hosts.processes import PipeHost  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
-from shoal.rollout.play import Driver, ParallelRolloutManager, without_turns  # noqa: E402
+from shoal.rollout.play import Driver, ParallelRolloutManager  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
 from shoal.samplers.asking import Statistics, run_here  # noqa: E402
 from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
@@ -281,9 +281,7 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
         process = context.Process(target=_asks_only, args=(theirs, of_host), daemon=True)
         process.start()
         theirs.close()
-        host = PipeHost(setup)
-        await host.pipe.open(pipe)
-        await host.here
+        host = await PipeHost(setup).open(pipe)
         driver = Driver(LocalHosts(lambda: host), _Echo(), Sampling(), lambda index, ended: None)  # type: ignore[arg-type]
         began, cpu = time.perf_counter(), time.thread_time()
         await driver.play(assignments)
@@ -300,13 +298,13 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
 
 def _asks_only(pipe: Any, cpu: Any) -> None:
     """A host whose episodes ask for the same again and again; its seconds of CPU go into `cpu`."""
-    pipe.send_bytes(processes.encode(processes.Here(os.getpid())))
+    pipe.send_bytes(episodes.encode(episodes.Report(episodes.START, os.getpid())))
     began = time.process_time()
     turns: dict[int, int] = {}
     prompt = tuple(range(250))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            message = processes._to_host.decode(pipe.recv_bytes())
+            message = episodes.decode_message(pipe.recv_bytes())
             if isinstance(message, Begin):
                 turns[message.slot], most = 0, int(message.assignment.tag)
                 assignment = message.assignment
@@ -314,8 +312,8 @@ def _asks_only(pipe: Any, cpu: Any) -> None:
             turns[message.slot] += 1
             event: Any = Ask(message.slot, turn, prompt, False)
             if turn == most:
-                event = Ended(message.slot, without_turns(assignment, "ok", ""))
-            pipe.send_bytes(processes.encode(event))
+                event = Ended(message.slot, assignment.place.record("", "ok", ""))
+            pipe.send_bytes(episodes.encode(event))
     cpu.value = time.process_time() - began
 
 

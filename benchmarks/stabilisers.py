@@ -151,7 +151,7 @@ TASKS = {
         "agent_proxy.prompt.history=4", "agent_proxy.prompt.later='{history}\n{observation}'",
         "agent_proxy.prompt.turn='{action} {observation}'",
     ),
-    "maze": own("Maze", 30, "algorithm.gamma=0.97"),
+    "maze": own("Maze", 100, "algorithm.gamma=0.97"),
 }  # fmt: skip
 
 # --- the arms

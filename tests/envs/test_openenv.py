@@ -1,6 +1,7 @@
 """Envs over the network in the OpenEnv convention: between two ends of our own, and with foreign ends."""
 
 import contextlib
+import http.server
 import json
 import queue
 import random
@@ -319,6 +320,68 @@ def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
     assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
 
 
+def object_of(*required, **properties):
+    return {
+        "type": "object",
+        "required": required,
+        "properties": {"metadata": {"type": "object"}, **properties},
+    }
+
+
+TEXT, WHOLE, PART = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    ("action", "text", "sent"),
+    [
+        (object_of("message", message=TEXT), "go", {"message": "go"}),
+        (object_of("message", message=TEXT, loud={"type": "boolean"}), "7", {"message": "7"}),
+        (object_of("guess", guess=WHOLE), "7", {"guess": 7}),
+        (object_of("guess", guess=WHOLE), "7.5", None),
+        (object_of("guess", guess=WHOLE), "true", None),
+        (object_of("guess", guess=WHOLE), "seven", None),
+        (object_of("guess", guess=PART), "7.5", {"guess": 7.5}),
+        (object_of(x=WHOLE, y=WHOLE), "7", None),
+        (object_of(x=WHOLE, y=WHOLE), '{"x": 1, "y": 2}', {"x": 1, "y": 2}),
+        (object_of(action=TEXT, text=TEXT), "up", {"action": "up"}),
+        (object_of(choice={"enum": ["a"]}), "a", {"choice": "a"}),
+        ({}, "up", {"action": "up"}),
+        (None, "up", {"action": "up"}),
+    ],
+)
+def test_an_action_goes_where_the_schema_of_the_server_wants_it(monkeypatch, action, text, sent):
+    class Schema(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/play/schema"
+            self.send_response(404 if action is None else 200)
+            self.end_headers()
+            seen = object_of(hint=TEXT, left=WHOLE, done={"type": "boolean"})
+            self.wfile.write(json.dumps({"action": action, "observation": seen}).encode())
+
+        def log_message(self, *args):
+            pass
+
+    messages = []
+
+    class Listening(Line):
+        def send(self, message):
+            messages.append(json.loads(message)["data"])
+
+    answers = [{"observation": {"hint": "hello", "left": 3}}, {"observation": {"hint": "you", "left": 2}}]
+    monkeypatch.setattr("shoal.envs.adapters.openenv.OpenEnvEnv._connect", lambda env: Listening(*answers))
+    with http.server.HTTPServer(("127.0.0.1", 0), Schema) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{server.server_port}/play/ws")
+        seen = env.reset(seed=0)[0]
+        assert seen == ('{"hint": "hello", "left": 3}' if action is None else "hello")
+        info = env.step(text)[4]
+        server.shutdown()
+    assert messages[1:] == ([] if sent is None else [sent])
+    assert info["action_is_valid"] is (sent is not None)
+    several = action == object_of(x=WHOLE, y=WHOLE)
+    assert ('a JSON object with "x" (integer), "y" (integer)' in env.instructions) == several
+
+
 def test_what_an_address_asks_for_reaches_the_server(monkeypatch):
     asked = []
 
@@ -397,7 +460,10 @@ def test_our_client_plays_on_openenvs_own_server():
     assert env.reset(seed=7)[0] == "hello 7"
     assert env.step("hi")[:3] == ("hi", 2.0, False)
     assert env.step('{"message": "json"}')[:3] == ("json", 4.0, True)
-    wrong = shoal.envs.make("openenv", url=url)
+    by_schema = shoal.envs.make("openenv", url=url)
+    assert by_schema.reset(seed=1)[0] == "hello 1"
+    assert by_schema.step("you")[:3] == ("you", 3.0, False)
+    wrong = shoal.envs.make("openenv", url=url, action_field="words")
     wrong.reset(seed=1)
     with pytest.raises(EnvError, match="VALIDATION_ERROR"):
         wrong.step("x")

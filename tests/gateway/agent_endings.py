@@ -48,7 +48,7 @@ def raises_before_it_asks(url):
 
 
 def raises_where_it_is_refused(url):
-    ask(url, response_format={"type": "json_object"})
+    ask(url, frequency_penalty=0.5)
 
 
 def raises_at_the_end_of_its_calls(url):

@@ -36,7 +36,7 @@ COUNTS = {  # truncated, reward, calls, and what is said of it
 }
 FAULTS = {  # they are played again, then left out
     "raises_before_it_asks": "KeyError: 'garden'",
-    "raises_where_it_is_refused": "refused 1 of its requests, such as 400: response_format=",
+    "raises_where_it_is_refused": "refused 1 of its requests, such as 400: frequency_penalty=0.5",
     "swallows_all_refusals": "ended without an answer of the model; the gateway refused 2 of its requests, such as "
     "400: logit_bias",
     "never_asks": "ended without asking the model",
@@ -44,7 +44,7 @@ FAULTS = {  # they are played again, then left out
     "dies": "",
 }
 REFUSED = {  # an answered request of 3 has a budget of 3 calls
-    "raises_where_it_is_refused": ["400: response_format="],
+    "raises_where_it_is_refused": ["400: frequency_penalty=0.5"],
     "raises_at_the_end_of_its_calls": ["403: this session has had its 3 calls (max_steps)"],
     "returns_at_the_end_of_its_calls": ["403: this session has had its 3 calls (max_steps)"],
     "ends_without_a_result_at_the_end_of_its_calls": ["403: this session has had its 3 calls (max_steps)"],

@@ -15,12 +15,14 @@ import pytest
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import read_answer
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tokenizers import TinyTokenizer
 
 CHAT = {"model": "m"}
 GO = [{"role": "user", "content": "go"}]
@@ -190,24 +192,24 @@ def test_a_call_after_the_end_is_refused(serve, engine):
 
 REFUSED = [
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "grammar"}}, "response_format: a format of 'grammar'"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+        "response_format: the schema",
+    ),
+    ({"tool_choice": "required"}, "tool_choice='required': there are no tools"),
+    ({"tool_choice": "perhaps", "tools": [TOOL]}, "tool_choice='perhaps' is not served here"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": [TOOL]},
+        "tool_choice: no tool is named 'fly'",
+    ),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"seed": 3}, "seed=3 is not served here; leave it out"),
     ({"logit_bias": {"1": 2}}, "logit_bias"),
     ({"temperature": "hot"}, "temperature"),
     ({"n": 0}, "n"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-    (
-        {"messages": [*GO, {"role": "system", "content": "late"}, *GO]},
-        "a system message must come before",
-    ),
-    (
-        {"messages": [*GO, {"role": "system", "content": "late"}, *GO], "tools": [TOOL]},
-        "a system message",
-    ),
     ({"messages": [*GO, {"role": "assistant", "tool_calls": 5}, *GO]}, "tool_calls"),
     (
         {
@@ -219,10 +221,10 @@ REFUSED = [
         },
         "messages[1]",
     ),
-    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "surrogates"),
+    ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the request is no JSON"),
     ({"messages": [{"role": "user", "content": "go", "weight": float("nan")}]}, "JSON"),
     ({"tools": 5}, "tools"),
-    ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
+    ({"tools": [{"type": "web_search"}]}, "web_search"),
     ({"stop": 5}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stream": "yes"}, "stream"),
@@ -231,12 +233,15 @@ REFUSED = [
 ]
 """What a chat completion may not hold, and what is said of it."""
 REFUSED_ELSEWHERE = [
-    ("responses", {"input": "go", "reasoning": {"effort": "high"}}, "reasoning"),
+    ("responses", {"input": "go", "text": {"format": {"type": "grammar"}}}, "text.format"),
+    ("completions", {"prompt": ["a", "b"]}, "prompt must be one text, or a list of token ids"),
+    ("completions", {"prompt": "a", "suffix": "b"}, "suffix='b' is not served here"),
     ("responses", {"input": "go", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("responses", {"input": "go", "tools": [{"type": "web_search"}]}, "web_search"),
     ("responses", {"input": "go", "include": ["message.output_text.logprobs"]}, "include"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-    ("messages", {"messages": GO, "thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking"),
+    ("messages", {"messages": GO, "output_config": {"format": {"type": "grammar"}}}, "output_config.format"),
+    ("messages", {"messages": GO, "tool_choice": {"type": "any"}}, "there are no tools"),
     ("messages", {"messages": GO, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
     ("messages", {"messages": GO, "tools": 5}, "tools"),
     ("messages", {"messages": GO, "stop_sequences": "end"}, "stop_sequences"),
@@ -422,6 +427,7 @@ def test_an_answer_that_was_cut_says_so_on_every_wire(serve, engine):
 
 
 def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
+    chat = ToolChat(TinyTokenizer(), [Tool("add", "", {"type": "object"})])
     for text in (
         '<tool_call>{"name": "add", "arguments": }</tool_call>',
         '<tool_call>{"name": "rm"}</tool_call>',
@@ -433,8 +439,7 @@ def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
         f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
     ):
-        said = read_answer(text, ["add"])
-        assert (said.text, said.calls) == (text, ())
+        assert chat.split(text) == (text, ())
 
 
 def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_follows(serve, engine):

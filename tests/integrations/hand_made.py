@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.filters import filter_groups
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.run.filters import filter_groups
 from shoal.train.agent.update import Learner, prepare_samples, update
 
 GROUP, BUDGET, END = 4, 6, 1

@@ -9,13 +9,13 @@ from tests.rollout.doubles import BreakingOff, BrokenOff, HashEngine, config
 
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.journal import Journal
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Sampling
+from shoal.train.agent.run.filters import collect_with_signal
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 SETTINGS = {"seed": 7, "env": {"size": (4, 4)}}

@@ -15,14 +15,13 @@ from shoal import envs
 from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.envs.text import Outcome
-from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.factory import make_environments
-from shoal.rollout.filters import filter_groups
 from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Completion, Sampling
+from shoal.train.agent.run.filters import collect_with_signal, filter_groups
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 
@@ -75,8 +74,11 @@ def test_few_envs_that_play_many_episodes_give_the_same(calm, at_once):
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, at_once):
     engine = HashEngine()
-    settings = {"schedule": "barrier", "episodes_at_once": at_once}
-    assert play(backend, parallel=settings, engine=engine)[0] == calm
+    settings = config(parallel={"schedule": "barrier", "episodes_at_once": at_once})
+    with ParallelRolloutManager(settings, engine, backend=backend) as manager:
+        manager.collect(3)  # one worker may have played most of it when the other was there
+        engine.batches.clear()
+        assert manager.collect(4) == calm
     assert max(engine.batches) == 2 * at_once  # two workers, in lockstep
 
 

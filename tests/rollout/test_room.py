@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Noted:
         file = frame.f_code.co_filename
         if self.on and event == "call" and "/src/shoal/" in file:
             where = file.partition("/src/shoal/")[2], frame.f_code.co_qualname
-            self.seen.append((*where, threading.current_thread().name))
+            self.seen.append((*where, f"{os.getpid()} {threading.current_thread().name}"))
 
     def start(self):
         threading.setprofile(self)
@@ -90,6 +91,7 @@ def test_a_turn_on_worker_processes_passes_few_files_functions_and_threads(engin
         threading.setprofile(None)
     assert played.status == "ok"
     seen = [*noted.seen, *map(tuple, json.loads((tmp_path / "host.json").read_text()))]
+    assert len({thread.split()[0] for *_, thread in seen}) == 2  # the driver's process and the host's
     assert len({file for file, _, _ in seen if file.startswith("rollout/")}) <= 6
     assert len({(file, name) for file, name, _ in seen if file.startswith(OWN)}) <= 60 + 10 * (
         engine is HashEngine

@@ -2,13 +2,16 @@
 
 import asyncio
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from tests.rollout.doubles import HashEngine, config
 
+from shoal import ParallelRolloutManager
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import Asked, Turn
-from shoal.gateway.sessions import Session
+from shoal.gateway.chats import ChatRequest, Part, Turn
+from shoal.gateway.sessions import Session, Tokens
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.scripted import RandomEngine
@@ -107,13 +110,13 @@ def replicas_of(engine, chats, turns):
     """How many calls each replica answered of chats of so many turns that a program has through a gateway."""
 
     async def play():
-        session = Session("x", Key(0, (3, 1, 2)), engine.tokenizer, client)
+        session = Session("x", Key(0, (3, 1, 2)), Tokens(engine.tokenizer), client)
         for number in range(chats):
             said = ()
             for turn in range(turns):
-                said = (*said, Turn("user", f"chat {number}, turn {turn}"))
-                (answer,) = await session.answer(Asked(said, Sampling()))
-                said = (*said, Turn("assistant", answer.said.text))
+                said = (*said, Turn("user", (Part("user", f"chat {number}, turn {turn}"),)))
+                (answer,) = await session.answer(ChatRequest(said, Sampling()))
+                said = (*said, Turn("assistant", (Part("assistant", answer.text),)))
 
     with SamplerClient(engine) as client:
         asyncio.run(play())
@@ -127,6 +130,30 @@ def test_all_turns_of_a_chat_ask_the_replica_that_keeps_its_prefix_also_through_
     spread = replicas_of(make(**four), chats=12, turns=2)
     assert all(count % 2 == 0 for count in spread)
     assert spread[-1] < 24
+
+
+class Remembering(HashEngine):
+    """Remembers whose turns it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = Counter()
+
+    def _answer(self, request):
+        self.asked[request.key.path[:-1]] += 1
+        return super()._answer(request)
+
+
+def test_all_turns_of_an_episode_ask_the_replica_that_keeps_its_prefix(make):
+    engine = make(Remembering, replicas=3)
+    with ParallelRolloutManager(config(groups=4, members=2), engine, 2, backend="threads") as manager:
+        played = manager.collect(0)
+    assert all(len(episode.turns) > 1 for episode in played)
+    asked = [actor.replica.inner.asked for actor in engine._actors]
+    turns = {(t.iteration, t.group, t.member): len(t.turns) for t in played}
+    assert sum(asked, Counter()) == turns
+    assert sorted(episode for one in asked for episode in one) == sorted(turns), "one replica an episode"
+    assert all(asked), "and episodes are spread over them"
 
 
 def test_a_closed_engine_says_so(make):

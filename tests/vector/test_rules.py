@@ -26,10 +26,10 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, EnvError, WorkerTimeoutError
-from shoal.core.executors import available_cpus
+from shoal.core.executors import available_cpus, free_cpus
 from shoal.vector import AsyncVectorEnv, MultiProcessEnvironmentContainer, ParallelEnv, make_vec
 from shoal.vector.loop import Patience
-from shoal.vector.make import Plan, StepCost, choose, free_cpus
+from shoal.vector.make import Plan, StepCost, choose
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import alive
 from tests.vector.scripted import SlowEnv, same

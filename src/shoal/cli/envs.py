@@ -29,6 +29,7 @@ from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,
     BUILT_IN,
+    SEATS,
     EnvFn,
     find,
     gymnasium_id,
@@ -123,7 +124,7 @@ def _list(command: ListCommand) -> int:
         table.add_column(column, no_wrap=column == "name")
     packaged = installed()
     for name in names():
-        if name in ADAPTERS or name in packaged:
+        if name in {**ADAPTERS, **SEATS} or name in packaged:
             continue
         kind = find(name)
         where = gymnasium_id(name) if name in BUILT_IN else getattr(kind, "__module__", "")
@@ -148,6 +149,8 @@ _ADAPTER_EXAMPLES = {
     "reasoning_gym": "dataset=leg_counting",
     "textarena": "id=FrozenLake-v0",
     "textworld": "quest_length=3",
+    "gem": "id=game:GuessTheNumber-v0-easy",
+    "pettingzoo": "id=pettingzoo.classic.connect_four_v3",
     "openenv": "url=http://127.0.0.1:8000",
     "program": "function=my_agent:play",
 }

@@ -53,7 +53,7 @@ PANELS["all"] = PANELS["core"] | {  # those of the extra "envs" too
 """Envs and their settings; never changed, since tables of one name are compared."""
 FEW = 0.2
 """Share of answers with an action below which something is wrong with the prompts."""
-PROGRAMS = ("program_errors", "refused_requests", "overridden/")
+PROGRAMS = ("program_errors", "refused_requests", "overridden/", "unenforced/")
 """Metrics of programs that are printed where they occur."""
 PANEL_SEED = 20_260_101
 """Seed of the episodes of all panels."""

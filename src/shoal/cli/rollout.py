@@ -159,7 +159,7 @@ def prepare(
     elif engine.weights_version:  # a sampler's own weights, of which the settings say nothing
         weights += f" version {engine.weights_version}"
     if config.agent_proxy.max_tokens == "auto":
-        prompter = Prompter(config.agent_proxy.prompt, toolbox.chat(engine.tokenizer))
+        prompter = Prompter(config.agent_proxy.prompt, engine.tokenizer, toolbox.chat(engine.tokenizer))
         roles = make_roles(config.custom_envs, config.es_manager.train.group_tags())
         config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))

@@ -209,19 +209,27 @@ class Counted:
     count: int
 
 
+INVALID_JSON = "invalid_json"
+"""Counts answers that are no JSON, where JSON was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Where the requests of an agent program were not answered as it asked."""
 
     refused: tuple[Counted, ...] = ()  # requests, by status and reason
     overridden: tuple[Counted, ...] = ()  # settings such as "temperature=0.7": the run's own value was used
+    unenforced: tuple[Counted, ...] = ()  # what the model was told of in words, or has no effect
 
     def lines(self) -> list[str]:
         """In words, a line each."""
         refused = [f"the gateway refused {one.count} of its requests: {one.what}" for one in self.refused]
-        return refused + [
+        overridden = [
             f"the run's own value was used {one.count} times instead of {one.what}" for one in self.overridden
         ]
+        return (
+            refused + overridden + [f"not enforced, {one.count} times: {one.what}" for one in self.unenforced]
+        )
 
 
 @dataclass(frozen=True, slots=True)

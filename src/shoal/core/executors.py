@@ -14,6 +14,7 @@ import operator
 import os
 import queue
 import socket
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,6 +109,22 @@ def available_cpus() -> int:
             if quota > 0:
                 found = max(1, min(found, round(quota / period)))
     return found
+
+
+LOAD_SAMPLES, LOAD_PAUSE = 10, 2e-3
+"""How often, and in what distance in seconds, `free_cpus` looks."""
+
+
+def free_cpus() -> int:
+    """Cores that this process may use and nobody else keeps busy now; at least 1."""
+    others: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux says how many threads want a core
+        for _ in range(LOAD_SAMPLES):
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+            others.append(int(running) - 1)  # without this one
+            time.sleep(LOAD_PAUSE)
+    busy = round(sum(others) / len(others)) if others else 0
+    return max(1, min(available_cpus(), (os.cpu_count() or 1) - busy))
 
 
 def available_memory() -> int:

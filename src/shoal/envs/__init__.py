@@ -1,6 +1,7 @@
 """Environments by name, text ones for language-model agents first: `shoal.envs.make("frozen_lake")`."""
 
+from shoal.envs.adapters.library import PrivateRandom
 from shoal.envs.catalogue import make, names, register, resolve
 from shoal.envs.text import TextEnv
 
-__all__ = ["TextEnv", "make", "names", "register", "resolve"]
+__all__ = ["PrivateRandom", "TextEnv", "make", "names", "register", "resolve"]

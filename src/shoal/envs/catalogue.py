@@ -65,10 +65,14 @@ ADAPTERS = {
     "reasoning_gym": "shoal.envs.adapters.reasoning_gym:ReasoningGymEnv",
     "textarena": "shoal.envs.adapters.textarena:TextArenaEnv",
     "textworld": "shoal.envs.adapters.textworld:TextWorldEnv",
+    "gem": "shoal.envs.adapters.gem:GemEnv",
     "openenv": "shoal.envs.adapters.openenv:OpenEnvEnv",
     "program": "shoal.envs.program:ProgramEnv",
 }
 """Other people's envs as text; which one is a setting."""
+
+SEATS = {"pettingzoo": "shoal.envs.adapters.pettingzoo:TurnGameEnv"}
+"""Other people's games of several seats, from one of them; agents see them through the adapter `gymnasium`."""
 
 BATCHES = ("envpool", "gymnax")
 """Packages whose envs, as in "envpool:Pong-v5", only `make_vec(backend="native")` makes: there is none of one alone."""
@@ -77,7 +81,7 @@ GROUP = "shoal.envs"
 """The group of entry points in which installed packages name their envs."""
 
 _envs: Registry[str | Callable[..., Env]] = Registry("env")
-for _name, _where in {**BUILT_IN, **ADAPTERS}.items():
+for _name, _where in {**BUILT_IN, **ADAPTERS, **SEATS}.items():
     _envs.register(_name, _where)
 
 

@@ -12,40 +12,52 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
+    Wishes,
     answer_part,
     arguments_of,
     flag,
     listed,
+    offered_tool,
     result_part,
     turns_of,
-    with_schemas,
 )
-from shoal.gateway.sessions import Answer
+from shoal.gateway.sessions import Choice
+from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
-CHAT = {
+UNUSED = {
+    "seed", "reasoning", "reasoning_effort", "thinking", "verbosity", "service_tier", "metadata", "store", "user",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+"""Parameters that nothing comes of here: they are counted where they ask something of the answer."""
+SILENT = {
+    "service_tier", "metadata", "store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+"""Those of them that ask nothing of it."""
+CHAT = UNUSED | {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
-    "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "metadata",
-    "store", "seed", "frequency_penalty", "presence_penalty", "response_format", "safety_identifier",
-    "prompt_cache_key", "service_tier", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
+    "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "frequency_penalty",
+    "presence_penalty", "response_format", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
+    "return_token_ids",
 }  # fmt: skip
 """Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "seed": (), "top_logprobs": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "top_logprobs": (0,),
 }  # fmt: skip
 """Values of parameters that change nothing; others are refused."""
 
 
 def check(body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
-    """Refuse parameters that are not honoured, by name."""
+    """Refuse parameters that are not honoured, by name; null is none."""
     for name, value in body.items():
+        if value is None:
+            continue
         if name not in known:
             raise RefusedError(f"{name}: this parameter is not served here; leave it out", param=name)
-        if name in neutral and value is not None and value not in neutral[name]:
+        if name in neutral and value not in neutral[name]:
             allowed = " or ".join(map(repr, neutral[name]))
             advice = f"it may be {allowed}" if allowed else "leave it out"
             raise RefusedError(f"{name}={value!r:.80} is not served here; {advice}", param=name)
@@ -95,20 +107,40 @@ def text_of(content: Any, param: str) -> str:
     raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
 
 
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a request as `{"name", "description", "parameters"}`; none where they may not be called."""
+def tools_of(body: Mapping[str, Any], wishes: Wishes) -> tuple[Tool, ...]:
+    """The tools of a request that may be called; what is said of calls becomes a wish."""
     found = []
     for tool in listed(body.get("tools"), "tools"):
-        if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
-            raise RefusedError(f"tools: one of type {tool['type']!r:.40} is not served here", param="tools")
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+        if kind == "custom":  # it takes one text
+            function: Any = tool.get("custom", tool)
+            parameters: Any = ONE_TEXT
+        elif kind == "function":
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        else:
+            raise RefusedError(f"tools: one of type {kind!r:.40} is not served here", param="tools")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
-        found.append({key: function.get(key) for key in ("name", "description", "parameters")})
-    return [] if body.get("tool_choice") == "none" else found
+        found.append(offered_tool(function["name"], function.get("description"), parameters))
+    may_call = wishes.choose_tool(body.get("tool_choice"), ("required", "function", "custom"))
+    wishes.one_call(bool(found) and body.get("parallel_tool_calls") is False, "parallel_tool_calls")
+    return wishes.offered(found) if may_call else ()
 
 
-def chat(body: Mapping[str, Any], most: int) -> Asked:
+ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The arguments of a tool that takes one text."""
+
+
+def custom_tools(body: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the tools that take one text."""
+    tools = [tool for tool in listed(body.get("tools"), "tools") if isinstance(tool, Mapping)]
+    return frozenset(
+        str(tool.get("custom", tool).get("name")) for tool in tools if tool.get("type") == "custom"
+    )
+
+
+def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A chat completion as turns.
 
     Args:
@@ -119,7 +151,10 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages must be a list with at least one message", param="messages")
-    tools = tools_of(body)
+    wishes = Wishes()
+    wishes.unused(body, UNUSED - SILENT)
+    wishes.answer_in_json(body.get("response_format"), "response_format")
+    tools = tools_of(body, wishes)
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise RefusedError("stream_options must be an object", param="stream_options")
@@ -128,12 +163,13 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
         *messages, last = messages
         begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
-    parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+    parts = wishes.in_front(_chat_message(place, message, several) for place, message in enumerate(messages))
+    return ChatRequest(
+        turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
-        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
-        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"), begun=begun,
+        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"), tools=tools,
+        usage=flag(options, "include_usage"), begun=begun, token_ids=flag(body, "return_token_ids"),
+        custom=custom_tools(body), **wishes.noted,
     )  # fmt: skip
 
 
@@ -149,9 +185,9 @@ def _goes_on(body: Mapping[str, Any]) -> bool:
     return goes_on
 
 
-def begun_answer(message: Any, place: int) -> str:
+def begun_answer(message: Any, index: int) -> str:
     """The text of an answer that is to be gone on with."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
         raise RefusedError(
             f"{param} must be a message of the assistant without calls, to go on with it", param=param
@@ -165,9 +201,9 @@ def _speaker(message: Any) -> str | None:
     return str(message["name"]) if spoke and message.get("name") is not None else None
 
 
-def _chat_message(place: int, message: Any, several: bool) -> Part:
+def _chat_message(index: int, message: Any, several: bool) -> Part:
     """One message; the name of who answered is shown where there are several."""
-    param = f"messages[{place}]"
+    param = f"messages[{index}]"
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise RefusedError(
@@ -181,32 +217,33 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
     if name is not None and not isinstance(name, str):
         raise RefusedError(f"{param}.name must be text, got {name!r:.80}", param=param)
     if role == "tool":
-        return result_part(text, message.get("tool_call_id"), param, name or None)
+        return result_part(text, message.get("tool_call_id"), param, tool=name or "")
     if name and (role != "assistant" or several):
         text = f"{name}: {text}"
     if role != "assistant":
         return Part("user" if role == "user" else "system", text, param)
     calls = []
     for call in listed(message.get("tool_calls"), f"{param}.tool_calls"):
-        function = call.get("function") if isinstance(call, Mapping) else None
+        kind = call.get("type") if isinstance(call, Mapping) else None
+        custom = kind == "custom"
+        function = call.get("custom" if custom else "function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
-        made = ToolCall(str(function.get("name")), arguments_of(function.get("arguments"), param))
-        calls.append((call.get("id"), made))
+        given = {"input": function.get("input")} if custom else arguments_of(function.get("arguments"), param)
+        calls.append((call.get("id"), ToolCall(str(function.get("name")), given)))
     return answer_part(text, calls, param)
 
 
 # --- answers
-def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A chat completion."""
     choices = []
-    for place, answer in enumerate(answers):
-        choice = {
-            "index": place,
-            "message": _message(answer),
-            "finish_reason": _finish(answer),
-            "logprobs": None,
-        }
+    for index, answer in enumerate(answers):
+        choice: dict[str, Any] = {
+            "index": index, "message": _message(asked, answer), "finish_reason": _finish(answer), "logprobs": None,
+        }  # fmt: skip
+        if asked.token_ids:
+            choice["token_ids"] = list(answer.completion.token_ids)
         if asked.logprobs:
             pairs = zip(answer.completion.token_ids, answer.completion.logprobs, strict=True)
             content: list[dict[str, Any]] = [
@@ -218,40 +255,50 @@ def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[s
     read = answers[0].prompt_tokens
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     known = read - answers[0].new_tokens
+    more = {"prompt_token_ids": list(answers[0].prompt_ids)} if asked.token_ids else {}
     return {
         "id": f"chatcmpl-{session}-{answers[0].number}", "object": "chat.completion", "created": int(time.time()),
-        "model": asked.model, "choices": choices,
+        "model": asked.model, "choices": choices, **more,
         "usage": {**usage, "prompt_tokens_details": {"cached_tokens": known}},
     }  # fmt: skip
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    said = answer.said
-    found: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-    if said.calls:
-        found["content"] = said.text or None
+def _message(asked: ChatRequest, answer: Choice) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        found["content"] = answer.text or None
         found["tool_calls"] = [
-            {
-                "id": call_id(answer, place), "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for place, call in enumerate(said.calls)
-        ]  # fmt: skip
+            {"id": call_id(answer, index), **_call(call, call.name in asked.custom)}
+            for index, call in enumerate(answer.calls)
+        ]
     return found
 
 
-def call_id(answer: Answer, place: int) -> str:
+def _call(call: ToolCall, custom: bool) -> dict[str, Any]:
+    if custom:
+        return {"type": "custom", "custom": {"name": call.name, "input": one_text(call)}}
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def one_text(call: ToolCall) -> str:
+    """The text of a call of a tool that takes one."""
+    given = call.arguments.get("input", "") if isinstance(call.arguments, Mapping) else call.arguments
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def call_id(answer: Choice, index: int) -> str:
     """The id of a tool call."""
-    return f"call_{answer.number}_{place}"
+    return f"call_{answer.number}_{index}"
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Choice) -> str:
     if answer.cut:
         return "length"
-    return "tool_calls" if answer.said.calls else "stop"
+    return "tool_calls" if answer.calls else "stop"
 
 
-def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def chat_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished chat completion as server-sent events."""
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
@@ -261,8 +308,8 @@ def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     for choice in answer["choices"]:
         message = dict(choice["message"])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
-        for place, call in enumerate(message.get("tool_calls", ())):
-            deltas.append({"tool_calls": [{"index": place, **call}]})
+        for index, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
         for delta in deltas:
             entry = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
             yield event(choices=[entry])

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shoal.core.data import Requests
-from shoal.core.ports import listening
-from shoal.gateway.server import Gateway, make_app
+from shoal.gateway.server import Gateway, GatewayServer
 from shoal.gateway.sessions import Budget, Recorded, Session
 from shoal.rollout.programs import Exchanged
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
 
 logger = logging.getLogger(__name__)
-STARTED_SECONDS = 0.005
-"""Between two looks at whether the server has started."""
 
 
 def sessions_of(sampler: SamplerClient, tokenizer: ChatTokenizer) -> GatewaySessions:
@@ -35,44 +29,22 @@ class GatewaySessions:
     """
 
     def __init__(self, sampler: SamplerClient, tokenizer: ChatTokenizer) -> None:
-        self._sampler, self._tokenizer = sampler, tokenizer
-        self._starting = asyncio.Lock()
-        self._server: Any = None
-        self._serving: asyncio.Task[None] | None = None
-        self._base = ""
-        self.gateway: Gateway
+        self._gateway = Gateway(sampler, tokenizer, by_asking=False)
+        self._server: GatewayServer | None = None
 
     async def open(self, name: str, key: Key, sampling: Sampling, most_calls: int) -> OpenSession:
         """A session whose noise `key` names, in the place of an older one of that name."""
-        async with self._starting:
-            if self._server is None:
-                await self._start(sampling)
-        self.gateway.sessions.pop(name, None)
-        session = self.gateway.open(name, key, fixed=sampling, most_calls=most_calls)
-        return OpenSession(self.gateway, session, self.gateway.variables(self._base, name))
-
-    async def _start(self, sampling: Sampling) -> None:
-        import uvicorn
-
-        self.gateway = Gateway(
-            self._sampler, self._tokenizer, max_tokens=sampling.max_tokens, by_asking=False
-        )
-        listener = listening(0)
-        self._base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(self.gateway), log_level="error", access_log=False, lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._serving = asyncio.ensure_future(self._server._serve([listener]))
-        while not self._server.started and not self._serving.done():
-            await asyncio.sleep(STARTED_SECONDS)
+        gateway, self._server = self._gateway, self._server or GatewayServer(self._gateway)
+        gateway.max_tokens = sampling.max_tokens
+        gateway.sessions.pop(name, None)
+        session = gateway.open(name, key, fixed=sampling, most_calls=most_calls)
+        return OpenSession(gateway, session, self._server.variables(name))
 
     async def close(self) -> None:
         """End the server."""
-        if self._server is None or self._serving is None:
-            return
-        self._server.should_exit = self._server.force_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._serving
-        self._server = self._serving = None
+        server, self._server = self._server, None
+        if server is not None:
+            await server.end()
 
 
 class OpenSession:

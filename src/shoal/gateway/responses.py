@@ -9,32 +9,40 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import (
-    Asked,
+    ChatRequest,
     Part,
     RefusedError,
+    Wishes,
     answer_part,
     arguments_of,
     flag,
     result_part,
     turns_of,
-    with_schemas,
 )
-from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
-from shoal.gateway.sessions import Answer
+from shoal.gateway.openai import (
+    SILENT,
+    call_id,
+    check,
+    custom_tools,
+    one_text,
+    sampling_of,
+    text_of,
+    tools_of,
+)
+from shoal.gateway.sessions import Choice
 
-KNOWN = {
+UNUSED = {"reasoning", "seed"}
+"""Parameters that nothing comes of here."""
+KNOWN = UNUSED | SILENT | {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
-    "parallel_tool_calls", "store", "metadata", "user", "include", "truncation", "text", "reasoning",
-    "previous_response_id", "safety_identifier", "prompt_cache_key", "service_tier",
+    "parallel_tool_calls", "include", "truncation", "text", "previous_response_id", "client_metadata",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "truncation": ("disabled",), "text": ({"format": {"type": "text"}},),
-    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
-    "include": ([], ["reasoning.encrypted_content"]), "reasoning": ({},),
+    "previous_response_id": (), "truncation": ("disabled", "auto"), "include": ([], ["reasoning.encrypted_content"]),
 }  # fmt: skip
 
 
-def response(body: Mapping[str, Any], most: int) -> Asked:
+def response(body: Mapping[str, Any], most: int) -> ChatRequest:
     """A request of the responses API as turns.
 
     Args:
@@ -46,12 +54,20 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
-    tools = tools_of(body)
-    told = text_of(body.get("instructions"), "instructions")
-    parts = [*([Part("system", told, "instructions")] if told else []), *_items(items)]
-    return Asked(
-        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
+    instructions = text_of(body.get("instructions"), "instructions")
+    wishes = Wishes()
+    wishes.unused(body, UNUSED)
+    text = body.get("text") or {}
+    if not isinstance(text, Mapping):
+        raise RefusedError("text must be an object", param="text")
+    wishes.answer_in_json(text.get("format"), "text.format")
+    wishes.unused(text, {"verbosity"})
+    tools = tools_of(body, wishes)
+    front = [Part("system", instructions, "instructions")] if instructions else []
+    return ChatRequest(
+        turns_of(wishes.in_front([*front, *_items(items)])), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools, custom=custom_tools(body),
+        **wishes.noted,
     )  # fmt: skip
 
 
@@ -59,27 +75,28 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
     """Items as messages: what the assistant said and called between two inputs is one message."""
     texts: list[str] = []
     calls: list[tuple[Any, ToolCall]] = []
-    for place, item in enumerate(items):
-        param = f"input[{place}]"
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         role = item.get("role") if kind == "message" else None
         if role == "assistant":
             texts.append(text_of(item.get("content"), param))
             continue
-        if kind == "function_call":
-            call = ToolCall(str(item.get("name")), arguments_of(item.get("arguments"), param))
-            calls.append((item.get("call_id"), call))
+        if kind in ("function_call", "custom_tool_call"):
+            custom = kind == "custom_tool_call"
+            given = {"input": item.get("input")} if custom else arguments_of(item.get("arguments"), param)
+            calls.append((item.get("call_id"), ToolCall(str(item.get("name")), given)))
             continue
         if kind == "reasoning":
             continue
         if texts or calls:
-            yield answer_part("".join(texts), calls, f"input[{place - 1}]")
+            yield answer_part("".join(texts), calls, f"input[{index - 1}]")
             texts, calls = [], []
         if role in ("system", "developer"):
             yield Part("system", text_of(item.get("content"), param), param)
         elif role == "user":
             yield Part("user", text_of(item.get("content"), param), param)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             yield result_part(text_of(item.get("output"), param), item.get("call_id"), param)
         else:
             raise RefusedError(f"{param}: an item of {kind!r:.40} is not served here", param=param)
@@ -87,21 +104,23 @@ def _items(items: Sequence[Any]) -> Iterator[Part]:
         yield answer_part("".join(texts), calls, f"input[{len(items) - 1}]")
 
 
-def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def response_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> dict[str, Any]:
     """A response."""
     answer = answers[0]
     name = f"{session}_{answer.number}"
     output: list[dict[str, Any]] = []
-    if answer.said.text or not answer.said.calls:
-        part = {"type": "output_text", "text": answer.said.text, "annotations": [], "logprobs": []}
+    if answer.text or not answer.calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         ended = "incomplete" if answer.cut else "completed"
         message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": ended}
         output.append({**message, "content": [part]})
-    for place, call in enumerate(answer.said.calls):
-        output.append({
-            "type": "function_call", "id": f"fc_{name}_{place}", "call_id": call_id(answer, place), "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
-        })  # fmt: skip
+    for index, call in enumerate(answer.calls):
+        if call.name in asked.custom:
+            item = {"type": "custom_tool_call", "id": f"ctc_{name}_{index}", "input": one_text(call)}
+        else:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            item = {"type": "function_call", "id": f"fc_{name}_{index}", "arguments": arguments}
+        output.append({**item, "call_id": call_id(answer, index), "name": call.name, "status": "completed"})
     read, written = answer.prompt_tokens, len(answer.completion.token_ids)
     return {
         "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": asked.model,
@@ -116,7 +135,7 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     }  # fmt: skip
 
 
-def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
+def response_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished response as server-sent events."""
     count = 0
 
@@ -128,11 +147,11 @@ def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
 
     begun = {**answer, "status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
-    for place, item in enumerate(answer["output"]):
-        where = {"output_index": place, "item_id": item["id"]}
+    for index, item in enumerate(answer["output"]):
+        where = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             part = item["content"][0]
-            yield event("response.output_item.added", output_index=place, item={**item, "content": []})
+            yield event("response.output_item.added", output_index=index, item={**item, "content": []})
             empty = {**part, "text": ""}
             yield event("response.content_part.added", **where, content_index=0, part=empty)
             yield event(
@@ -141,8 +160,8 @@ def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
             yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **where, content_index=0, part=part)
         else:
-            yield event("response.output_item.added", output_index=place, item={**item, "arguments": ""})
+            yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
             yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
             yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
-        yield event("response.output_item.done", output_index=place, item=item)
+        yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{answer['status']}", response=dict(answer))

@@ -24,10 +24,9 @@ from shoal.core.files import append_line
 from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
-from shoal.gateway import anthropic, openai, responses
-from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
-from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
-from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.gateway import anthropic, completions, openai, responses
+from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, from_json
+from shoal.gateway.sessions import Choice, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
 
@@ -43,9 +42,9 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 class Wire:
     """How a path speaks: requests into turns, answers into JSON and streams."""
 
-    read: Callable[[Mapping[str, Any], int], Asked]
-    write: Callable[[Asked, str, Sequence[Answer]], dict[str, Any]]
-    stream: Callable[[Asked, Mapping[str, Any]], Iterator[bytes]]
+    read: Callable[[Mapping[str, Any], int], ChatRequest]
+    write: Callable[[ChatRequest, str, Sequence[Choice]], dict[str, Any]]
+    stream: Callable[[ChatRequest, Mapping[str, Any]], Iterator[bytes]]
     error: Callable[[RefusedError], dict[str, Any]]
 
 
@@ -61,6 +60,9 @@ def _anthropic_error(error: RefusedError) -> dict[str, Any]:
 
 WIRES = {
     "chat/completions": Wire(openai.chat, openai.chat_answer, openai.chat_stream, _openai_error),
+    "completions": Wire(
+        completions.completion, completions.completion_answer, completions.completion_stream, _openai_error
+    ),
     "responses": Wire(responses.response, responses.response_answer, responses.response_stream, _openai_error),
     "messages": Wire(anthropic.messages, anthropic.message_answer, anthropic.message_stream, _anthropic_error),
 }  # fmt: skip
@@ -74,9 +76,9 @@ class Record:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._path, self._lines = path, list[bytes]()
+        self._one = asyncio.Lock()  # is written at a time
+        self._next: asyncio.Task[None] | None = None
 
     async def add(self, recorded: Recorded) -> None:
         """Return when a call is on disk.
@@ -84,26 +86,14 @@ class Record:
         Raises:
             OSError: it cannot be written.
         """
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((msgspec.json.encode(recorded) + b"\n", written))
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write())
-        await written
+        self._lines.append(msgspec.json.encode(recorded) + b"\n")
+        self._next = self._next or asyncio.ensure_future(self._write())
+        await asyncio.shield(self._next)
 
     async def _write(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                lines = b"".join(line for line, _ in batch)
-                await asyncio.to_thread(append_line, self._path, lines, durable=True)
-            except OSError as error:
-                for _, written in batch:
-                    if not written.done():
-                        written.set_exception(error)
-            for _, written in batch:
-                if not written.done():
-                    written.set_result(None)
-        self._writing = None
+        async with self._one:
+            lines, self._lines, self._next = b"".join(self._lines), [], None
+            await asyncio.to_thread(append_line, self._path, lines, durable=True)
 
 
 class Gateway:
@@ -132,12 +122,11 @@ class Gateway:
         model: str = "shoal",
         by_asking: bool = True,
     ) -> None:
-        self.sampler, self.tokenizer, self.max_tokens = sampler, tokenizer, max_tokens
+        self.sampler, self.tokens, self.max_tokens = sampler, Tokens(tokenizer), max_tokens
         self.seed, self.model, self._by_asking = seed, model, by_asking
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
-        self._prompter = Prompter(PromptConfig(), tokenizer) if hasattr(tokenizer, "render") else None
         self.warned = False
         """Whether it was said that a program asks several things at once."""
 
@@ -161,9 +150,7 @@ class Gateway:
         if key is None:
             key = Key(self.seed, (derive_seed(self.seed, "session", name),))
         write = None if self._record is None else self._record.add
-        self.sessions[name] = Session(
-            name, key, self.tokenizer, self.sampler, write, prompter=self._prompter, **limits
-        )
+        self.sessions[name] = Session(name, key, self.tokens, self.sampler, write, **limits)
         return self.sessions[name]
 
     def url(self, base: str, session: str) -> str:
@@ -192,6 +179,17 @@ class Gateway:
         answer = wire.write(asked, session, answers)
         return 200, wire.stream(asked, answer) if asked.stream else answer
 
+    async def count(self, session: str, body: bytes) -> tuple[int, Any]:
+        """The status and the JSON of an answer to Anthropic's `count_tokens`; nothing is asked or recorded."""
+        wire = WIRES["messages"]
+        try:
+            asked = self._read(wire, body)
+            found = self.sessions.get(session) or Session(session, Key(0, ()), self.tokens, self.sampler)
+            return 200, {"input_tokens": await found.count(asked)}
+        except RefusedError as error:
+            self.refuse(session, error)
+            return error.status, wire.error(error)
+
     def refuse(self, session: str, error: RefusedError) -> None:
         """Note a refused request in its session, if there is one of that name."""
         if session in self.sessions:
@@ -203,7 +201,7 @@ class Gateway:
             raise ClosedError(name)
         return found or self.open(name)
 
-    def _read(self, wire: Wire, body: bytes) -> Asked:
+    def _read(self, wire: Wire, body: bytes) -> ChatRequest:
         try:
             given = from_json(body)
         except ValueError as error:
@@ -263,7 +261,8 @@ def make_app(gateway: Gateway) -> Any:
         if (answer := guard(request)) is not None:
             return answer
         path, session = request.path_params["path"], request.path_params["session"]
-        if path not in WIRES:
+        counts = path == "messages/count_tokens"
+        if path not in WIRES and not counts:
             return refused(request, 404, f"/v1/{path[:80]} is not served; {', '.join(WIRES)} are")
         try:
             body = await read(request)
@@ -271,6 +270,9 @@ def make_app(gateway: Gateway) -> Any:
             return refused(request, error.status, str(error))
         except ClientDisconnect:
             return Response(status_code=400)
+        if counts:
+            status, found = await gateway.count(session, body)
+            return JSONResponse(found, status)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         try:
             status, found = await gateway.handle(path, session, body, retried)
@@ -281,8 +283,9 @@ def make_app(gateway: Gateway) -> Any:
         return StreamingResponse(found, status, media_type="text/event-stream")
 
     async def models(request: Request) -> Response:
-        entry = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "shoal"}
-        return guard(request) or JSONResponse({"object": "list", "data": [entry]})
+        asked = request.path_params.get("model")  # any name will do: there is one model
+        entry = {"id": asked or gateway.model, "object": "model", "created": 0, "owned_by": "shoal"}
+        return guard(request) or JSONResponse({"object": "list", "data": [entry]} if asked is None else entry)
 
     async def nowhere(request: Request) -> Response:
         served = "POST to /SECRET/SESSION/v1/chat/completions, or GET /SECRET/SESSION/v1/models"
@@ -291,6 +294,7 @@ def make_app(gateway: Gateway) -> Any:
     return Starlette(
         routes=[
             Route("/{secret}/{session}/v1/models", models, methods=["GET"]),
+            Route("/{secret}/{session}/v1/models/{model:path}", models, methods=["GET"]),
             Route("/{secret}/{session}/v1/{path:path}", ask, methods=["POST"]),
             Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
@@ -312,7 +316,8 @@ class GatewayServer(Closing):
         self._listener = listening(port)
         self.base = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
-            make_app(gateway), log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1
+            make_app(gateway), log_level="error", access_log=False, server_header=False, lifespan="off",
+            timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._loop = Loop()
@@ -329,3 +334,9 @@ class GatewayServer(Closing):
             self._serving.result(5)
         self._loop.close()
         self._listener.close()
+
+    async def end(self) -> None:
+        """End the server at once, from inside its event loop."""
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.wait([asyncio.wrap_future(self._serving)])
+        self.close()

@@ -2,7 +2,8 @@
 
 A call that goes on from a recorded one reuses its tokens as they are: only what is new is put into the chat template.
 Anything else begins a new root. The noise of an answer is keyed by the session, the prompt and how often that prompt
-was asked before, so programs that ask in parallel get the same answers in any order of arrival.
+was asked before, so programs that ask in parallel get the same answers in any order of arrival. Long texts are
+tokenized in threads, while the event loop answers other sessions.
 """
 
 from __future__ import annotations
@@ -16,45 +17,51 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.core.data import Call, Counted, Requests
-from shoal.core.errors import EngineError
-from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
-from shoal.rollout.prompts import Prompter
-from shoal.rollout.tools.template import TemplateTools
-from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
-from shoal.samplers.sampler import Sampling as Picking
-from shoal.samplers.tokenizers import TemplateTokenizer
+from shoal.core.data import INVALID_JSON, Call, Counted, Requests
+from shoal.core.errors import ConfigError, EngineError
+from shoal.core.executors import in_own_thread
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn, from_json
+from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.functions import Tool
+from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request, Sampling
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Turns = tuple[tuple[str, str], ...]
 Budget = Literal["calls", "context"]
 MOST_REASONS = 20
 """Different refusals of a session that are recorded in full."""
 MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
-
-
-class Answers(Protocol):
-    """What answers."""
-
-    async def sample(self, request: Request) -> Completion:
-        """The completion of a request."""
+SHORT = 1024
+"""Characters or tokens of what is tokenized at once: a third of a millisecond at most."""
+MOST_TOOLS = 16
+"""Lists of tools for which it is kept how the model is shown them."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class Choice:
     """One choice of an answer."""
 
     number: int
-    said: Said
+    text: str
+    calls: tuple[ToolCall, ...]
     completion: Completion
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
     new_tokens: int  # of the prompt, beyond what the parent had
     stop: str | None = None  # the text that ended it; it is part of the tokens, not of what is said
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
 
     @property
     def cut(self) -> bool:
@@ -90,38 +97,113 @@ class SpentError(RefusedError):
         self.budget: Budget = budget
 
 
+class ChatFormat(NamedTuple):
+    """How chats with some tools are written for the model."""
+
+    tools: ToolChat
+    prompter: Prompter
+    """Knows how often it is still to be looked whether the chat template writes chats otherwise."""
+
+
+class Tokens:
+    """The tokenizer of all sessions: what is long is done in a thread, and no session waits for another one's text.
+
+    What is short is done at once, unless the tokenizer is at work in a thread: it serves one at a time.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._in_threads = 0
+        nothing: tuple[bytes, ...] = ()
+        self._formats = {nothing: self._make(())}  # by the schemas of the tools; the oldest first
+
+    async def of(self, asked: ChatRequest) -> ChatFormat:
+        """How chats with the tools of a request are written.
+
+        Raises:
+            RefusedError: the model cannot be shown these tools.
+        """
+        key = tuple(msgspec.json.encode(tool.schema) for tool in asked.tools)
+        if key not in self._formats:
+            made = await self.work(partial(self._make, asked.tools), SHORT + 1)
+            if len(self._formats) >= MOST_TOOLS:
+                self._formats.pop(next(filter(None, self._formats)))
+            self._formats[key] = made
+        return self._formats[key]
+
+    def _make(self, tools: Sequence[Tool]) -> ChatFormat:
+        try:
+            chat = ToolChat(self.tokenizer, tools)
+        except ConfigError as error:
+            raise RefusedError(f"tools: {error}", param="tools") from error
+        return ChatFormat(chat, Prompter(PromptConfig(), self.tokenizer, chat))
+
+    async def work(self, call: Callable[[], T], size: int) -> T:
+        """What a call with the tokenizer returns.
+
+        Args:
+            call: reads or writes so much.
+            size: in characters or tokens.
+        """
+        if size <= SHORT and not self._in_threads:
+            return call()
+        self._in_threads += 1
+        try:
+            return await asyncio.wrap_future(in_own_thread(call, "shoal-tokenizer"))
+        finally:
+            self._in_threads -= 1
+
+
+class Prompt(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: tuple[int, ...]
+    parent: int | None  # the call that it goes on from
+    digest: str  # of the tokens
+
+
+class Written(NamedTuple):
+    """What a choice of an answer says."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    stop: str | None  # the text that ended it
+    sent_back: tuple[str, ...]  # how programs send it back; as it was said first
+
+
 class Session:
     """The calls of one program.
 
     Args:
         name: of the session.
         key: seed and path that name its noise.
-        tokenizer: of the model.
-        sampler: what answers.
+        tokens: the tokenizer.
+        sampler: what answers; it has `async sample(request)`.
         write: writes a recorded call down; it is answered only afterwards.
         fixed: how tokens are picked, whatever a program asks for; of the limits of an answer the least holds.
         most_calls: further ones are refused.
-        prompter: knows how often it is still to be looked whether the chat template writes chats otherwise.
     """
 
     def __init__(
         self,
         name: str,
         key: Key,
-        tokenizer: ChatTokenizer,
-        sampler: Answers,
+        tokens: Tokens,
+        sampler: Any,
         write: Callable[[Recorded], Awaitable[None]] | None = None,
         *,
-        fixed: Picking | None = None,
+        fixed: Sampling | None = None,
         most_calls: int | None = None,
-        prompter: Prompter | None = None,
     ) -> None:
         self.name, self.key = name, key
         self.calls: list[Recorded] = []
         self.closed = False
-        self._fixed, self._most, self._prompter = fixed, most_calls, prompter
-        self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
-        self._template = TemplateTools(tokenizer) if isinstance(tokenizer, TemplateTokenizer) else None
+        self._fixed, self._most = fixed, most_calls
+        self._tokens, self._sampler, self._write = tokens, sampler, write
+        self._order = asyncio.Lock()  # prompts are made in the order in which they came
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
         self._chats: dict[int, tuple[int, ...]] = {}  # of each call: the path of the noise of its first one
@@ -132,10 +214,13 @@ class Session:
         """Whether a call came while another one was being answered."""
         self.exhausted = asyncio.Event()
         """Set when the program asks on and on though a budget is used up."""
-        self._refused, self._overridden = Counter[str](), Counter[str]()
+        self._refused, self._overridden, self._unenforced = Counter[str](), Counter[str](), Counter[str]()
         self._spent: list[Budget] = []  # of each request that was refused for a budget
         self._answered_at = 0  # how many of these there were at the last answer
-        self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
+        self._answers: dict[str, asyncio.Task[list[Choice]]] = {}  # by the digest of the request
+        self._unwritten: dict[
+            str, tuple[list[Choice], list[int]]
+        ] = {}  # by that: answers, and calls to write down
 
     @property
     def failed(self) -> EngineError | None:
@@ -144,12 +229,12 @@ class Session:
 
     @property
     def requests(self) -> Requests | None:
-        """Those that were refused, and the settings that were not taken; None if there are none."""
-        refused, overridden = (
+        """Those that were refused, or answered otherwise than they asked; None if there are none."""
+        found = Requests(*(
             tuple(Counted(what, count) for what, count in sorted(counts.items()))
-            for counts in (self._refused, self._overridden)
-        )
-        return Requests(refused, overridden) if refused or overridden else None
+            for counts in (self._refused, self._overridden, self._unenforced)
+        ))  # fmt: skip
+        return found if found != Requests((), ()) else None
 
     def spent(self, *, in_time: bool = False) -> Budget | None:
         """The budget that ended the session: a request was refused for it, and none was answered after that.
@@ -171,7 +256,7 @@ class Session:
             if len(self._spent) - self._answered_at >= MOST_BEYOND:
                 self.exhausted.set()
 
-    async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
+    async def answer(self, asked: ChatRequest, body: bytes = b"", *, retried: bool = False) -> list[Choice]:
         """The choices of an answer; a request that is sent again because its answer was lost gets that one.
 
         Args:
@@ -184,72 +269,108 @@ class Session:
         digest = hashlib.sha256(body).hexdigest()
         task = self._answers.get(digest) if retried else None
         if task is None or (task.done() and task.exception() is not None):
-            task = self._answers[digest] = asyncio.ensure_future(self._answer(asked))
+            task = self._answers[digest] = asyncio.ensure_future(self._answer(asked, digest))
         return await asyncio.shield(task)
 
-    async def _answer(self, asked: Asked) -> list[Answer]:
+    async def _answer(self, asked: ChatRequest, digest: str) -> list[Choice]:
+        if digest in self._unwritten:
+            return await self._written(digest)
         if self._most is not None and self._begun + asked.choices > self._most:
             raise SpentError(f"this session has had its {self._most} calls (max_steps)", "calls", 403)
         self._begun += asked.choices
         self.at_once |= self._under_way > 0
         self._under_way += 1
         try:
-            return await self._sampled(asked)
+            answers = await self._sampled(asked)
         except Exception:
             self._begun -= asked.choices
             raise
         finally:
             self._under_way -= 1
+        self._unwritten[digest] = answers, [answer.number for answer in answers]
+        return await self._written(digest)
 
-    async def _sampled(self, asked: Asked) -> list[Answer]:
-        sampling = self._sampling(asked.sampling)
-        prompt, parent = self._prompt(asked.chat, asked.turns)
-        prompt += self._tokenizer.encode(asked.begun)
-        digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-        used = self._asked[digest]
-        free = (nth for nth in itertools.count() if nth not in used)
-        places = list(itertools.islice(free, asked.choices))
-        used.update(places)
-        paths = [(*self.key.path, int(digest, 16) >> 1, nth) for nth in places]
-        chats = paths if parent is None else [self._chats[parent]] * len(paths)
+    async def _written(self, digest: str) -> list[Choice]:
+        """The answers to a request, once their calls are written down; on a full disk they wait to be asked for again.
+
+        Raises:
+            OSError: a call cannot be written.
+        """
+        answers, left = self._unwritten[digest]
+        write = self._write
+        if write is not None:
+            done = await asyncio.gather(*(write(self.calls[n]) for n in left), return_exceptions=True)
+            failed = [(n, error) for n, error in zip(left, done, strict=True) if error is not None]
+            if failed:
+                self._unwritten[digest] = answers, [n for n, _ in failed]
+                raise failed[0][1]
+        self._unwritten.pop(digest, None)
+        return answers
+
+    async def _sampled(self, asked: ChatRequest) -> list[Choice]:
+        sampling, work = self._sampling(asked.sampling), self._tokens.work
+        async with self._order:
+            form = await self._tokens.of(asked)
+            prompt = await work(
+                partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
+            )
+            used = self._asked[prompt.digest]
+            free = (nth for nth in itertools.count() if nth not in used)
+            numbers = list(itertools.islice(free, asked.choices))
+            used.update(numbers)
+        paths = [(*self.key.path, int(prompt.digest, 16) >> 1, nth) for nth in numbers]
+        begun = paths if prompt.parent is None else [self._chats[prompt.parent]] * len(paths)
         requests = [
-            Request(prompt, Key(self.key.seed, path), sampling, chat=chat)
-            for path, chat in zip(paths, chats, strict=True)
+            Request(prompt.ids, Key(self.key.seed, path), sampling, chat=chat)
+            for path, chat in zip(paths, begun, strict=True)
         ]
         try:
-            done = await asyncio.gather(*map(self._sampler.sample, requests))
-            if self.closed:
-                raise ClosedError(self.name)
+            self._check_open()
+            asking = list(map(self._sampler.sample, requests))
+            done = await asyncio.gather(*asking) if len(asking) > 1 else [await asking[0]]
             if done[0].finish == "context":
                 raise SpentError(
-                    f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
+                    f"the prompt of {len(prompt.ids)} tokens leaves no room in the context of the model",
                     "context",
                     param="messages",
                 )
+            texts = await work(
+                partial(self._read, asked, form.tools, done), sum(len(one.token_ids) for one in done)
+            )
+            self._check_open()
         except Exception as error:  # nothing was answered: who asks again gets what would have been said
-            used.difference_update(places)
+            used.difference_update(numbers)
             if isinstance(error, EngineError | TimeoutError):
-                self._failed[digest] = error if isinstance(error, EngineError) else EngineError(str(error))
+                self._failed[prompt.digest] = (
+                    error if isinstance(error, EngineError) else EngineError(str(error))
+                )
             raise
-        self._failed.pop(digest, None)
+        self._failed.pop(prompt.digest, None)
         answers = [
-            self._record(asked, prompt, parent, digest, nth, one)
-            for nth, one in zip(places, done, strict=True)
+            self._record(asked, prompt, nth, one, text)
+            for nth, one, text in zip(numbers, done, texts, strict=True)
         ]
-        self._chats |= {answer.number: chat for answer, chat in zip(answers, chats, strict=True)}
+        self._chats |= {answer.number: chat for answer, chat in zip(answers, begun, strict=True)}
         self._overridden.update(self._not_taken(asked))
-        if self._write is not None:
-            await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
+        self._unenforced.update(asked.unenforced)
+        self._unenforced[INVALID_JSON] += sum(
+            asked.wants_json and not answer.calls and not _is_json(answer.text) for answer in answers
+        )
+        self._unenforced += Counter()  # without what never happened
         return answers
 
-    def _sampling(self, asked: Picking) -> Picking:
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(self.name)
+
+    def _sampling(self, asked: Sampling) -> Sampling:
         """How tokens are picked: as asked, within what the run says."""
         fixed = self._fixed
         if fixed is None:
             return asked
         return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
 
-    def _not_taken(self, asked: Asked) -> Iterator[str]:
+    def _not_taken(self, asked: ChatRequest) -> Iterator[str]:
         """The settings that a request names and the run decides otherwise."""
         if self._fixed is None:
             return
@@ -260,86 +381,110 @@ class Session:
             if not taken:
                 yield f"{name}={value}"
 
-    def _prompt(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int | None]:
-        """The tokens of a prompt, and the call that it goes on from."""
+    # --- with the tokenizer, in any thread
+    def _prompt(self, asked: ChatRequest, form: ChatFormat) -> Prompt:
+        """The prompt of a request, which goes on from a call where that is possible."""
+        if asked.raw is not None:
+            ids = asked.raw if isinstance(asked.raw, tuple) else self._tokens.tokenizer.encode(asked.raw)
+            return Prompt(ids, self._behind(ids), _digest_of(ids))
+        begun = self._tokens.tokenizer.encode(asked.begun)
+        ids, parent = self._going_on(asked, form) or (self._root(asked.chat, form.tools), None)
+        ids += begun
+        return Prompt(ids, parent, _digest_of(ids))
+
+    def _behind(self, ids: tuple[int, ...]) -> int | None:
+        """The call with the most tokens of those that these tokens go on from; None if there is none."""
+        ends = ((self._prompts[n] + call.call.response_ids, n) for n, call in enumerate(self.calls))
+        found = [(len(end), -n) for end, n in ends if ids[: len(end)] == end and len(end) < len(ids)]
+        return -max(found)[1] if found else None
+
+    async def count(self, asked: ChatRequest) -> int:
+        """Tokens of the prompt of a request, which is not answered."""
+        form = await self._tokens.of(asked)
+        prompt = await self._tokens.work(
+            partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
+        )
+        return len(prompt.ids)
+
+    def _going_on(self, asked: ChatRequest, form: ChatFormat) -> tuple[tuple[int, ...], int] | None:
+        """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""
+        turns, turn, tools = asked.turns, asked.chat[-1], form.tools
         ends = self._ends.get(_stripped(turns[:-1]))
-        if ends:  # several end so if they differ in blanks or tokens alone
-            last = turns[-2][1]
-            parent = min(
-                ends, key=lambda n: (self.calls[n].answer != last, self.calls[n].digest, self.calls[n].nth)
-            )
-            try:
-                prompt = self._continued(parent, chat[-1])
-            except EngineError as error:  # the template writes earlier turns anew
-                logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
-            else:
-                self._check_drift(parent, chat, prompt)
-                return prompt, parent
+        if not ends:
+            return None
+        # several end so if they differ in blanks or tokens alone
+        last, calls = turns[-2][1], self.calls
+        parent = min(ends, key=lambda n: (calls[n].answer != last, calls[n].digest, calls[n].nth))
+        said = calls[parent].call.response_ids
         try:
-            return self._tokenizer.start([one for turn in chat for one in self._messages(turn)]), None
+            if turn.results:
+                new = tools.extend_results(said, turn.results)
+            else:
+                new = tools.tokenizer.extend(said, {"role": "user", "content": turn.text})
+        except EngineError as error:  # the template writes earlier turns anew
+            logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
+            return None
+        ids = self._prompts[parent] + said + new
+        self._check_drift(parent, asked, ids, form)
+        return ids, parent
+
+    def _root(self, chat: Sequence[Turn], tools: ToolChat) -> tuple[int, ...]:
+        """The tokens of a chat that goes on from nothing."""
+        messages = [one for turn in chat for one in _messages(turn, tools)]
+        try:
+            return tools.tokenizer.start(tools.with_tools(messages))
         except EngineError as error:
             raise RefusedError(str(error), param="messages") from error
 
-    def _continued(self, parent: int, turn: Turn) -> tuple[int, ...]:
-        """The tokens of a prompt that goes on from a call by one turn."""
-        said, tokenizer = self.calls[parent].call.response_ids, self._tokenizer
-        if turn.results and self._template is not None:
-            new = self._template.extend(said, turn.results)
-        else:
-            new = tokenizer.extend(said, {"role": "user", "content": turn.text})
-        return self._prompts[parent] + said + new
-
-    def _messages(self, turn: Turn) -> list[Message]:
-        """A turn as the messages of a chat."""
-        if turn.results and self._template is not None:
-            with contextlib.suppress(EngineError):  # a template that has no place for results
-                return self._template.messages(turn.results)
-        return [{"role": turn.role, "content": turn.text}]
-
-    def _check_drift(self, parent: int, chat: Sequence[Turn], prompt: tuple[int, ...]) -> None:
+    def _check_drift(
+        self, parent: int, asked: ChatRequest, prompt: tuple[int, ...], form: ChatFormat
+    ) -> None:
         """Warn, the first few times, if the chat template writes a chat otherwise than the model sees it."""
-        if self._prompter is None or not self._prompter.checks_drift:
+        if not form.prompter.checks_drift:
             return
-        shown = list(map(self._messages, chat))
+        shown = [_messages(turn, form.tools) for turn in asked.chat]
+        ahead = len(asked.turns) - len(shown)  # a system turn that has nothing but tools
         number: int | None = parent
         while number is not None:  # answers as they were said, whatever a program made of them
             recorded = self.calls[number]
-            said = self._tokenizer.decode(recorded.call.response_ids)
-            shown[len(recorded.turns)] = [{"role": "assistant", "content": recorded.begun + said}]
+            said = self._tokens.tokenizer.decode(recorded.call.response_ids)
+            answer: Message = {"role": "assistant", "content": recorded.begun + said}
+            shown[len(recorded.turns) - ahead] = [answer]
             number = recorded.call.parent
-        self._prompter.check_drift([message for turn in shown for message in turn], prompt)
+        form.prompter.check_drift([message for turn in shown for message in turn], prompt)
 
+    def _read(self, asked: ChatRequest, tools: ToolChat, done: Sequence[Completion]) -> list[Written]:
+        """What the choices of an answer say."""
+        found = []
+        for one in done:
+            text = self._tokens.tokenizer.decode(one.token_ids)
+            ends = ((text.find(stop), stop) for stop in asked.sampling.stop if stop in text)
+            end, stop = min(ends, default=(None, None))
+            sent_back = [text[:end]]
+            if stop is not None and text == f"{text[:end]}{stop}":
+                sent_back.append(text)  # programs may put the stop text back
+            whole = (_sent_back(*tools.split(f"{asked.begun}{way}")) for way in sent_back)
+            found.append(Written(*tools.split(text[:end]), stop, tuple(whole)))
+        return found
+
+    # --- the record
     def _record(
-        self,
-        asked: Asked,
-        prompt: tuple[int, ...],
-        parent: int | None,
-        digest: str,
-        nth: int,
-        done: Completion,
-    ) -> Answer:
-        text = self._tokenizer.decode(done.token_ids)
-        end, stop = min(
-            ((text.find(one), one) for one in asked.sampling.stop if one in text), default=(None, None)
-        )
-        said = read_answer(text[:end], asked.tools)
-        known = (
-            0 if parent is None else len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
-        )
-        call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
+        self, asked: ChatRequest, prompt: Prompt, nth: int, done: Completion, text: Written
+    ) -> Choice:
+        ids, parent, digest = prompt
+        known = 0
+        if parent is not None:
+            known = len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
+        call = Call(ids[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
         self._answered_at = len(self._spent)
-        whole = read_answer(f"{asked.begun}{text[:end]}", asked.tools).canonical()
-        recorded = Recorded(self.name, number, digest, nth, call, asked.turns, whole, asked.begun)
-        self.calls.append(recorded)
-        self._prompts[number] = prompt
-        ways = [recorded.answer]
-        if stop is not None and text == f"{text[:end]}{stop}":
-            # Programs may put the stop text back.
-            ways.append(read_answer(f"{asked.begun}{text}", asked.tools).canonical())
-        for way in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
-            self._ends.setdefault(way, []).append(number)
-        return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
+        said = text.sent_back[0]
+        self.calls.append(Recorded(self.name, number, digest, nth, call, asked.turns, said, asked.begun))
+        self._prompts[number] = ids
+        ways = text.sent_back if asked.raw is None else ()  # no chat goes on from what was none
+        for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
+            self._ends.setdefault(turns, []).append(number)
+        return Choice(number, text.text, text.calls, done, ids, len(ids) - known, text.stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.
@@ -349,9 +494,10 @@ class Session:
                 being answered; else in an order that does not depend on who asked first.
         """
         self.closed = True
-        order = self.calls
+        unread = {answer.number for answers, _ in self._unwritten.values() for answer in answers}
+        order = [recorded for recorded in self.calls if recorded.number not in unread]
         if not in_time or self.at_once:
-            order = sorted(order, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
+            order.sort(key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
         ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
         found: list[tuple[Recorded, Call]] = []
         for recorded in order:
@@ -361,6 +507,30 @@ class Session:
             ends.setdefault(prompt + call.response_ids, len(found))
             found.append((recorded, replace(call, parent=parent)))
         return found
+
+
+def _digest_of(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+
+def _is_json(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        from_json(text)
+        return True
+    return False
+
+
+def _messages(turn: Turn, tools: ToolChat) -> list[Message]:
+    """A turn as the messages of a chat."""
+    if turn.results:
+        with contextlib.suppress(EngineError):  # a template that has no place for results
+            return tools.messages(turn.results)
+    return [{"role": turn.role, "content": turn.written(tools.written)}]
+
+
+def _sent_back(text: str, calls: Sequence[ToolCall]) -> str:
+    """What a program sends back that got this answer, as the text of its turn."""
+    return Part("assistant", text, calls=tuple((None, call) for call in calls)).written()
 
 
 def _stripped(turns: Turns) -> Turns:

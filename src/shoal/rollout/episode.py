@@ -72,6 +72,18 @@ class EpisodeId:
         """The key of a turn's sampling noise."""
         return Key(self.seed, (self.iteration, self.group, self.member, turn))
 
+    def record(
+        self, tag: str, status: Status, error: str | None, ended: Ending | None = None,
+        calls: Sequence[Call] = (), turns: Sequence[Turn] = (), *,
+        success: bool = False, terminated: bool = False, truncated: bool = False, **more: Any,
+    ) -> Trajectory:  # fmt: skip
+        """The trajectory of this episode; `ended` says why it ended, unless its status does."""
+        return Trajectory(
+            tag, self.iteration, self.group, self.member, self.env_seed, tuple(calls), tuple(turns),
+            success=success, terminated=terminated, truncated=truncated, status=status, error=error,
+            ended=ending_of(status) or ended, **more,
+        )  # fmt: skip
+
 
 class Question(NamedTuple):
     """The new part of a request."""
@@ -99,6 +111,9 @@ class Episode:
         self._turns: list[Turn] = []
         self._past: list[PastTurn] = []
         self._used: tuple[ToolUse, ...] = ()  # of the turn before
+        self._prompt: tuple[int, ...] = ()
+        self._known = 0  # tokens of the prompt that the turn before had
+        self._completion = Completion((), (), "stop")  # of what is given as text
         self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._chat: list[Message] = []
         self._images: tuple[str, ...] = ()
@@ -115,11 +130,16 @@ class Episode:
         """
         self._see(observation, info_of(info))
 
+    @property
+    def scene(self) -> Scene:
+        """The fields of the next prompt."""
+        role, shown = self.role, self._image is not None
+        words = self.words or role.projection.words()
+        return Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
+
     def request(self) -> Request:
         """The next request to the engine."""
-        role, prompter, shown = self.role, self._prompter, self._image is not None
-        words = self._words or role.projection.words()
-        scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
+        role, prompter, scene = self.role, self._prompter, self.scene
         before = () if self._before is None else self._before[0] + self._before[1]
         tools = prompter.tools
         if self._used and tools is not None and self._before is not None:
@@ -173,17 +193,21 @@ class Episode:
                 f"the tokenizer cannot decode the engine's answer ({format_error(error)}): "
                 f"{str(completion.token_ids)[:200]}"
             ) from error
-        self._response = self._prompter.config.response(written)
-        read, tools = partial(self.role.project, words=self._words), self._prompter.tools
-        self._projected = read(self._response) if tools is None else tools.read(self._response, read)
-        self._reward, self._valid = 0.0, self._projected.valid
+        response = self._prompter.config.response(written)
+        read, tools = partial(self.role.project, words=self.words), self._prompter.tools
+        return self.say(response, read(response) if tools is None else tools.read(response, read))
+
+    def say(self, response: str, projected: Projected) -> list[int | str]:
+        """Record a response as text, with what was found in it; returns the env actions of this turn."""
+        self._response, self._projected = response, projected
+        self._reward, self._valid = 0.0, projected.valid
         self._shown = self._text_before = self._text
-        self._anchor_before, self._image_before = self._anchor, self._image
+        self._anchor_before, self._image_before = self.anchor, self._image
         if self._used:
             self._shown = "\n".join(use.shown for use in self._used)
-            self._anchor_before = _key((self._anchor, self._shown))
+            self._anchor_before = _key((self.anchor, self._shown))
         self._used = ()
-        return list(self._projected.actions)
+        return list(projected.actions)
 
     @property
     def turn(self) -> int:
@@ -223,10 +247,10 @@ class Episode:
         self._terminated, self._truncated = bool(terminated), bool(truncated)
         self._see(observation, info)
 
-    def end_turn(self) -> None:
-        """Record the turn, and check whether the episode is over."""
-        if self.over:  # there was no room for another turn
-            return
+    def end_turn(self) -> Turn | None:
+        """Record the turn, and check whether the episode is over; None where there was no room for another turn."""
+        if self._ended == "context":
+            return None
         completion, actions, used = self._completion, self._projected.actions, self._used
         words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
         if used and self._projected.valid:
@@ -242,19 +266,18 @@ class Episode:
                 completion.finish,
             )
         )
-        self._turns.append(
-            Turn(
-                observation=self._shown,
-                call=len(self._calls) - 1,
-                response=self._response,
-                action=words if self._projected.valid else None,
-                action_is_valid=self._valid,
-                reward=self._reward,
-                anchor=self._anchor_before,
-                image=self._image_before,
-                tools=used,
-            )
+        turn = Turn(
+            observation=self._shown,
+            call=len(self._calls) - 1,
+            response=self._response,
+            action=words if self._projected.valid else None,
+            action_is_valid=self._valid,
+            reward=self._reward,
+            anchor=self._anchor_before,
+            image=self._image_before,
+            tools=used,
         )
+        self._turns.append(turn)
         self._chat.append({"role": "assistant", "content": self._response})
         self._before = (self._prompt, completion.token_ids)
         if used and self._prompter.tools is not None:
@@ -265,28 +288,18 @@ class Episode:
         if cut:
             self._truncated, self._ended = True, "turns"
         self.over = self._terminated or self._truncated
+        return turn
 
     def trajectory(
         self, status: Status = "ok", error: str | None = None, ended: Ending | None = None
     ) -> Trajectory:
         """The record so far; a `status` other than "ok" says why it ends here, or `ended`."""
-        place = self.place
-        return Trajectory(
-            env=self.role.tag,
-            iteration=place.iteration,
-            group=place.group,
-            member=place.member,
-            env_seed=place.env_seed,
-            calls=tuple(self._calls),
-            turns=tuple(self._turns),
-            success=self._success and status == "ok",
-            terminated=self._terminated,
-            truncated=self._truncated,
-            status=status,
-            error=None if error is None else whole_characters(error),
-            ended=ending_of(status) or ended or (self._ended if self.over else None),
+        return self.place.record(
+            self.role.tag, status, None if error is None else whole_characters(error),
+            ended or (self._ended if self.over else None), self._calls, self._turns,
+            success=self._success and status == "ok", terminated=self._terminated, truncated=self._truncated,
             last=self._text if self.over and self._turns else msgspec.UNSET,
-        )
+        )  # fmt: skip
 
     def _check_append(self, messages: Sequence[Message]) -> None:
         """The prompt must begin with every token of the turn before, and with nothing else."""
@@ -312,9 +325,9 @@ class Episode:
                 raise TypeError("the observation must be text or a picture, got None")
             self._text, picture = str(info.get("text", "")), observation
         self._image = None if picture is None else picture_url(picture)
-        self._words = words_of(info)
-        self._anchor = anchor_of(info, self._text or self._image)
-        for text in (self._text, self._anchor, *self._words, self._image or ""):
+        self.words = words_of(info)
+        self.anchor = anchor_of(info, self._text or self._image)
+        for text in (self._text, self.anchor, *self.words, self._image or ""):
             _text(text)
 
 

@@ -91,7 +91,7 @@ class FunctionProcesses:
 async def _answer_of(process: WorkerProcess, given: Any) -> Any:
     arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    def hear(data: bytes) -> None:
+    def received(data: bytes) -> None:
         if not arrived.done():
             arrived.set_result(data)
 
@@ -100,7 +100,7 @@ async def _answer_of(process: WorkerProcess, given: Any) -> Any:
             how = ended_how(process)
             arrived.set_exception(FunctionFailedError(f"the process of the function {how}"))
 
-    pipe = Pipe(hear, ended)
+    pipe = Pipe(received, ended)
     await pipe.open(process.pipe)
     try:
         pipe.send(json.dumps(given).encode())

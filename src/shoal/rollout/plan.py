@@ -17,7 +17,7 @@ from shoal.rollout.episode import EpisodeId
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One episode to play; `index` is its place among all of the rollout."""
+    """One episode to play; `index` is its number in the rollout."""
 
     index: int
     place: EpisodeId
@@ -71,7 +71,7 @@ def _mixed(tags: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def place_of(seed: int, iteration: int, group: int, member: int) -> EpisodeId:
-    """Where an episode stands in the run; the members of a group share their env seed."""
+    """The identity of an episode in the run; the members of a group share their env seed."""
     env_seed = derive_seed(seed, "env", iteration, group)  # which refuses what is no whole number
     for number in (seed, iteration):
         if not -(2**63) <= number < 2**64:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
-from shoal.core.data import Status, Trajectory, ending_of
+from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, EngineError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import NoEnvs, make_roles, validate_environment_config
-from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Refused, Reply, Setup, Use, Used
+from shoal.rollout.hosts.episodes import Begin, Ended, Event, Refused, Reply, Sampled, Setup, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError, InlineHost, LocalHosts
 from shoal.rollout.hosts.pool import EnvPool, VectorHost
 from shoal.rollout.hosts.processes import make_hosts
@@ -45,6 +45,8 @@ from shoal.samplers.sampler import ChatTokenizer, Request, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
 NO_LIMITS, ONE_AT_ONCE = ParallelConfig(), ParallelConfig(episodes_at_once=1)
+MOST_SLOTS = 1 << 20
+"""Of a host's share of the episodes."""
 LOOK_SECONDS = 1.0
 """Between two looks at envs that may hang, at most."""
 INTERRUPTED_SECONDS = 30.0
@@ -97,7 +99,7 @@ class Driver:
         self._watching: asyncio.Task[None] | None = None
         self._no_hosts: HostsFailedError | None = None  # why there can be no more
         self._in_use: set[Host] = set()
-        self._more_slots = itertools.count(-1, -1)  # beside those of a host's share
+        self._more_slots = itertools.count(MOST_SLOTS)  # beside those of a host's share
 
     async def stop(self) -> None:
         """Break off what is played, and wait for its end."""
@@ -222,7 +224,7 @@ class Driver:
                         self._in_use.discard(host)
         status: Status = "timeout" if error.hung else "env_error"
         why = f"{job.deaths} workers that played it were lost, at last: {error}"
-        self._end(job, Ended(0, without_turns(job.assignment, status, why)))
+        self._end(job, Ended(0, job.assignment.place.record(job.assignment.tag, status, why)))
 
     async def _watch(self) -> None:
         """Give up envs that do not answer."""
@@ -238,12 +240,12 @@ class Driver:
 
     # --- one episode
     async def _play(self, host: Host, slot: int, job: _Job) -> None:
-        """The story of an episode: the host asks, the model answers, until it is over."""
+        """One episode: its host asks, the model answers, until it is over."""
         place, sampling, limit = job.assignment.place, self._sampling, self._limits.episode_timeout
         began, context, version = time.monotonic(), tuple[int, ...](), 0
         self._sampler.playing += 1
         try:
-            event = await host.tell(Begin(slot, job.assignment, sampling))
+            event: Event = await host.tell(Begin(slot, job.assignment, sampling))
             while not isinstance(event, Ended):
                 if isinstance(event, Use):
                     event = await host.tell(await self._use(job.assignment, event, version))
@@ -257,7 +259,7 @@ class Driver:
                     try:
                         completion = await self._sampler.sample(request)
                         context, version = prompt + completion.token_ids, completion.weights_version
-                        reply = Answer(slot, completion)
+                        reply = Sampled(slot, completion)
                     except (EngineError, TimeoutError) as error:
                         status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
                         reply = Refused(slot, status, str(error))
@@ -292,16 +294,6 @@ class Driver:
 def _not_here(error: HostsFailedError) -> WorkerError:
     """An episode that lost its host is not played in this process, which it may end, too."""
     return WorkerError(f"{error}; and no process can be started for the episodes that lost their host")
-
-
-def without_turns(assignment: Assignment, status: Status, why: str) -> Trajectory:
-    """The record of an episode of which nothing is known but why it failed."""
-    place = assignment.place
-    return Trajectory(
-        env=assignment.tag, iteration=place.iteration, group=place.group, member=place.member,
-        env_seed=place.env_seed, calls=(), turns=(), success=False, terminated=False, truncated=False, status=status,
-        error=why, ended=ending_of(status),
-    )  # fmt: skip
 
 
 # --- rollouts
@@ -365,10 +357,10 @@ class TrajectoryCollector(Closing):
         self.tags, self.roles, self.group_size = tuple(tags), dict(roles), group_size
         self.journal, self.failures = journal or Journal(), failures or FailureLog()
         self.toolbox, self._judge = toolbox or Toolbox(()), judge
-        self.prompter = Prompter(prompt, self.toolbox.chat(engine.tokenizer))
+        self.prompter = Prompter(prompt, engine.tokenizer, self.toolbox.chat(engine.tokenizer))
         self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size
-        self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self._role_of, self.prompter, env_retries))
+        self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self.roles, self.prompter, env_retries))
         self._hosts: Hosts | None = None  # beside the caller's thread
         self._workers = 0
         self._inference: SamplerClient | None = None
@@ -377,10 +369,6 @@ class TrajectoryCollector(Closing):
         self.report = RolloutReport()
         self.counts = 0, 0
         """Episodes of the latest rollout that have ended, and all of it; any thread may ask."""
-
-    def _role_of(self, env: int, tag: str) -> Role:
-        """The role of the env of a number, after its reset."""
-        return self.roles[tag]
 
     def _plan(self, iteration: int, first_group: int, n_groups: int | None) -> list[Assignment]:
         """The episodes; in a vector env the index of each is its env's, modulo their number."""
@@ -500,7 +488,7 @@ class TrajectoryCollector(Closing):
     def _play_here(
         self, left: Sequence[Assignment], sampling: Sampling, finished: Callable[[int, Ended], None]
     ) -> None:
-        """Play in the caller's thread: one episode after another, or one env step abreast."""
+        """Play in the caller's thread: one episode after another, or all envs of the pool together."""
         sampler = SamplerClient(self.engine, retries=self.settings.engine_retries, inline=True)
         driver = Driver(
             self._here, sampler, sampling, finished, self._settings_here, self.failures, self.toolbox, self.report,
@@ -649,7 +637,8 @@ class ParallelRolloutManager(TrajectoryCollector):
             self.settings = replace(own, episodes_at_once=1)
         self._setup = Setup(
             {tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles},
-            self.roles, proxy.prompt, self.prompter.tokenizer, own.env_retries, own.step_timeout, own.make_timeout,
+            self.roles, proxy.prompt, engine.tokenizer, own.env_retries, own.step_timeout, own.make_timeout,
+            self.prompter.tools,
         )  # fmt: skip
         self._here, self._settings_here = LocalHosts(partial(InlineHost, self._setup)), ONE_AT_ONCE
         self._workers = 1 if self.backend == "serial" else self.n_jobs

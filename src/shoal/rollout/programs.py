@@ -4,8 +4,8 @@ A command is a process an episode; a Python function is called in a worker proce
 is a session, which the caller's factory opens: the gateway, mostly.
 
 How an episode ends is decided in `ended`: a budget that is used up truncates it, what a program raises after an answer
-is the agent's failure, and both count. A program that dies, hangs or says nonsense is killed with all that it started,
-and its episode is played once more with the same noise, as for any env.
+is the agent's failure, and both count. A program that dies, hangs or returns nonsense is killed with all that it
+started, and its episode is played once more with the same noise, as for any env.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn, ending_of
+from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn
 from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
-from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
+from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Message
 from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
@@ -43,11 +43,11 @@ KILLED = range(129, 193)
 
 
 class Exchanged(NamedTuple):
-    """A call of a session, and what was said in it as text."""
+    """A call of a session, and its text."""
 
     call: Call
-    asked: str
-    answered: str
+    prompt: str
+    response: str
 
 
 class ProgramSession(Protocol):
@@ -60,7 +60,7 @@ class ProgramSession(Protocol):
     def requests(self) -> Requests | None:
         """Those that were not answered as the program asked; None if there are none."""
 
-    def spent(self, *, parallel: bool) -> Literal["calls", "context"] | None:
+    def spent(self, *, parallel: bool) -> Ending | None:
         """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
 
         Args:
@@ -154,7 +154,7 @@ class ProgramFailedError(EnvError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a program says in its last line."""
+    """The result of a program, as its last line has it."""
 
     reward: float
     success: bool = False
@@ -166,7 +166,6 @@ class End(NamedTuple):
     status: Status
     why: str | None = None
     result: Result = Result(0.0)
-    truncated: bool = False
     ended: Ending = "env"
 
 
@@ -174,7 +173,7 @@ def ended(
     came: Result | ProgramFailedError,
     *,
     answered: bool,
-    budget: Literal["calls", "context"] | None,
+    budget: Ending | None,
     refused: Requests | None,
     on_error: float,
 ) -> End:
@@ -190,11 +189,11 @@ def ended(
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
         result = came if answered and isinstance(came, Result) else Result(0.0)
-        return End("ok", None, result, truncated=True, ended=budget)
+        return End("ok", None, result, budget)
     if answered and isinstance(came, Result):
         return End("ok", None, came)
     if answered and failed is not None and failed.how == "raised":
-        return End("ok", str(failed), Result(on_error), ended="fault")
+        return End("ok", str(failed), Result(on_error), "fault")
     reasons = refused.refused if refused is not None else ()
     why = str(failed) if failed is not None else "the program ended without asking the model"
     if reasons and failed is None:
@@ -219,7 +218,7 @@ class ProgramHost(Host):
         self._tasks: set[asyncio.Task[Event]] = set()
         self._processes: dict[str, FunctionProcesses] = {}  # by tag
 
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
+    def tell(self, message: Message) -> Awaitable[Event]:
         """The end of an episode that begins."""
         assert isinstance(message, Begin), "a program asks the model by itself"
         task: asyncio.Task[Event] = asyncio.ensure_future(self._play(message))
@@ -261,16 +260,15 @@ class ProgramHost(Host):
         if unanswered is not None:
             end = End("engine_error", str(unanswered))
         turns = [
-            Turn(one.asked, number, one.answered, one.answered, True, 0.0, anchor_of({}, one.asked))
+            Turn(one.prompt, number, one.response, one.response, True, 0.0, anchor_of({}, one.prompt))
             for number, one in enumerate(exchanged)
         ]
         if turns:
             turns[-1] = replace(turns[-1], reward=end.result.reward)
-        return Trajectory(
-            assignment.tag, place.iteration, place.group, place.member, place.env_seed,
-            tuple(one.call for one in exchanged), tuple(turns), success=end.result.success,
-            terminated=end.status == "ok" and not end.truncated, truncated=end.truncated,
-            status=end.status, error=end.why, ended=ending_of(end.status) or end.ended,
+        truncated = end.ended in ("calls", "context")
+        return place.record(
+            assignment.tag, end.status, end.why, end.ended, [one.call for one in exchanged], turns,
+            success=end.result.success, terminated=end.status == "ok" and not truncated, truncated=truncated,
             requests=msgspec.UNSET if requests is None else requests,
         )  # fmt: skip
 
@@ -321,12 +319,12 @@ class ProgramHost(Host):
         """The processes of functions that wait for an episode."""
         return [pid for processes in self._processes.values() for pid in processes.pids()]
 
-    async def close_envs(self, seconds: float) -> None:
+    async def close_envs(self) -> None:
         """End the programs that run."""
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
 
     def end(self) -> None:
         """End the processes of functions."""
@@ -346,18 +344,18 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
         given = ending.enter_context(tempfile.TemporaryFile())
         given.write(json.dumps(task).encode() + b"\n")
         given.seek(0)
-        said, errors = Tail(config.output), Tail(1 << 14)
-        ending.callback(said.close)
+        output, errors = Tail(config.output), Tail(1 << 14)
+        ending.callback(output.close)
         ending.callback(errors.close)
         try:
             process = await asyncio.create_subprocess_exec(
-                *words, stdin=given, stdout=said.writer, stderr=errors.writer, cwd=config.folder,
+                *words, stdin=given, stdout=output.writer, stderr=errors.writer, cwd=config.folder,
                 env={**os.environ, **variables}, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
         reading = [
-            asyncio.ensure_future(said.read(partial(_kill, process))),
+            asyncio.ensure_future(output.read(partial(_kill, process))),
             asyncio.ensure_future(errors.read()),
         ]
         try:
@@ -375,7 +373,7 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
             await process.wait()
             for one in reading:
                 one.cancel()
-    if said.cut:
+    if output.cut:
         raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
     if code:
         last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
@@ -383,7 +381,7 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
         raise ProgramFailedError(
             f"the program ended with status {code}: {last[0][:300]}", "fault" if killed else "raised"
         )
-    return read_result(said.text())
+    return read_result(output.text())
 
 
 class Tail:
@@ -429,13 +427,13 @@ class Tail:
         self._reader.close()
 
 
-def read_result(said: str) -> Result:
+def read_result(output: str) -> Result:
     """The result in the last line of a program's output.
 
     >>> read_result('{"reward": 0.5}')
     Result(reward=0.5, success=False)
     """
-    last = (said.splitlines() or [""])[-1]
+    last = (output.splitlines() or [""])[-1]
     try:
         value = json.loads(last)
         if isinstance(value, dict):

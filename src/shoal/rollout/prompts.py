@@ -103,13 +103,18 @@ class Scene:
 
 
 class Prompter:
-    """Scenes to prompt tokens, for one tokenizer."""
+    """Scenes to prompt tokens.
 
-    def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer) -> None:
+    Args:
+        config: the templates.
+        tokenizer: of the model.
+        tools: how it is shown tools; None where there are none.
+    """
+
+    def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer, tools: ToolChat | None = None) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self.tools = tokenizer if isinstance(tokenizer, ToolChat) else None
-        """What shows tools and reads calls of them; None where there are none."""
+        self.tokenizer = tokenizer if tools is None else tools.tokenizer
+        self.tools = tools
         if self.tools is not None and (config.prefill or config.closing):
             raise ConfigError(
                 "tools work without agent_proxy.prompt.prefill and closing, which say how each answer begins and ends: "
@@ -127,7 +132,9 @@ class Prompter:
         key = repr(sorted(settings.items()))
         known = self._variants.get(key)
         if known is None:  # of several threads that come here at once, all get the one that was first
-            known = self._variants.setdefault(key, Prompter(replace(self.config, **settings), self.tokenizer))
+            known = self._variants.setdefault(
+                key, Prompter(replace(self.config, **settings), self.tokenizer, self.tools)
+            )
         return known
 
     def prompt(
@@ -170,6 +177,8 @@ class Prompter:
             self._drift_checks -= 1
         if self.config.system:
             chat = [{"role": "system", "content": self.config.system}, *chat]
+        if self.tools is not None:
+            chat = self.tools.with_tools(chat)
         try:
             drift = find_drift(self.tokenizer, chat, prompt_ids)
         except EngineError as error:  # there are templates that refuse an answer for what it holds
@@ -197,6 +206,8 @@ class Prompter:
             messages[0]["images"] = images
         if self.config.system:
             messages.insert(0, {"role": "system", "content": self.config.system})
+        if self.tools is not None:
+            messages = self.tools.with_tools(messages)
         prefill = self.tokenizer.encode(self.config.prefill) if self.config.prefill else ()
         return self.tokenizer.start(messages) + prefill
 

@@ -1,4 +1,4 @@
-"""What is said of a rollout: how it went, and warnings about failed episodes, the first of each cause in full."""
+"""The report of a rollout: how it went, and warnings about failed episodes, the first of each cause in full."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import re
 from dataclasses import dataclass
 
+from shoal.core.data import INVALID_JSON
 from shoal.rollout.hosts.episodes import Ended
 
 logger = logging.getLogger(__name__)
@@ -89,5 +90,9 @@ def report_failures(log: FailureLog, index: int, ended: Ended) -> None:
     if trajectory.requests:
         for setting in trajectory.requests.overridden:
             log.note(f"a program asks for {setting.what}: the run decides it, so the run's own value is used")
+        for wish in (one.what for one in trajectory.requests.unenforced if one.what != INVALID_JSON):
+            log.note(
+                f"a program asks for {wish}: the model is told so where words can say it, nothing enforces it"
+            )
         for refused in () if trajectory.truncated else trajectory.requests.refused:
             log.note(f"the gateway refused a request of a program: {refused.what}")

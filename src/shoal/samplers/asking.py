@@ -243,8 +243,8 @@ async def retried(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, *nam
             if number > policy.retries if policy.patience is None else used + pause > policy.patience:
                 if number == 1:
                     raise
-                told = f"no answer in {number} attempts over {used:.1f} s; the last: {error}"
-                raise (TimeoutError if isinstance(error, TimeoutError) else EngineError)(told) from error
+                message = f"no answer in {number} attempts over {used:.1f} s; the last: {error}"
+                raise (TimeoutError if isinstance(error, TimeoutError) else EngineError)(message) from error
             if pause:
                 logger.warning("%s; attempt %d in %.2f s", error, number + 1, pause)
         await asyncio.sleep(pause)

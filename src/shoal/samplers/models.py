@@ -92,9 +92,9 @@ def get_model(name: str, tell: Callable[[str], None] = lambda words: None) -> Pa
 def _installed(packed: Packed) -> Path | None:
     """The weights in an installed package, found without importing it (its imports need a C++ build)."""
     spec = importlib.util.find_spec(packed.module)
-    for place in (spec.submodule_search_locations if spec else None) or ():
-        if (Path(place) / packed.file).is_file():
-            return Path(place) / packed.file
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        if (Path(folder) / packed.file).is_file():
+            return Path(folder) / packed.file
     return None
 
 

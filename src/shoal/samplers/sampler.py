@@ -206,13 +206,10 @@ def room_left(sampler: Any, request: Request) -> int:
 class Capabilities:
     """What a sampler can promise and do."""
 
-    level: Level  # how exactly completions repeat
     token_ids: bool  # prompts and responses are the model's own tokens
     logprobs: bool  # completions carry the log-probability of each token
-    gradients: bool = False  # its network is here (`model`), so it can be trained itself
     weights: bool = False  # takes weights by name: `load_weights(weights, version)`
     adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
-    images: bool = False  # shows pictures to the model
 
     @property
     def trainable(self) -> bool:
@@ -225,15 +222,8 @@ def capabilities_of(sampler: Sampler) -> Capabilities:
     stated = getattr(sampler, "capabilities", None)
     if isinstance(stated, Capabilities):
         return stated
-    return Capabilities(
-        level=sampler.level,
-        token_ids=True,
-        logprobs=True,
-        gradients=hasattr(getattr(sampler, "model", None), "parameters"),
-        weights=hasattr(sampler, "load_weights"),
-        adapters=hasattr(sampler, "load_adapter"),
-        images=bool(getattr(sampler.tokenizer, "takes_images", False)),
-    )
+    weights, adapters = hasattr(sampler, "load_weights"), hasattr(sampler, "load_adapter")
+    return Capabilities(token_ids=True, logprobs=True, weights=weights, adapters=adapters)
 
 
 def require_trainable(sampler: Sampler) -> None:

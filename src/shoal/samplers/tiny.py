@@ -76,7 +76,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor, cache: Tensor | None = None, at: int = 0, wanted: Tensor | None = None
     ) -> Tensor:
-        """`x [B, T, W]` → the same shape, or `[B, K, W]` of the places `wanted`.
+        """`x [B, T, W]` → the same shape, or `[B, K, W]` of the positions `wanted`.
 
         Args:
             x: the residual stream.
@@ -146,30 +146,31 @@ class TinyNetwork(nn.Module):
         at: int = 0,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states `[B, T, W]` of `ids [B, T]`, or `[B, K, W]` of the places `wanted`.
+        """The last hidden states `[B, T, W]` of `ids [B, T]`, or `[B, K, W]` of the positions `wanted`.
 
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
             start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does, or `[3, B, T]`
-                with the first place and the end of a prefix before it in the row that it continues.
+                with the first position and the end of a prefix before it in the row that it continues.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
             wanted: `[B, K]` of the `T` tokens: the last layer is computed for these alone.
         """
         length = ids.shape[1]
-        places = torch.arange(at, at + length, device=ids.device)
+        positions = torch.arange(at, at + length, device=ids.device)
         seen = torch.arange(at + length, device=ids.device)
         prefix, prefix_end = (start[1], start[2]) if start.ndim == 3 else (None, None)
         first = start[:, None] if start.ndim == 1 else start[0] if start.ndim == 3 else start
-        allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= first[:, :, None])
+        allowed = (seen[None, None] <= positions[None, :, None]) & (seen[None, None] >= first[:, :, None])
         offset: Tensor | int = 0
         if prefix is not None and prefix_end is not None:
             allowed |= (seen[None, None] >= prefix[:, :, None]) & (seen[None, None] < prefix_end[:, :, None])
             offset = prefix_end - prefix
-        allowed = allowed | (seen[None, None] == places[None, :, None])  # a padding query sees itself: no NaN
+        # a padding query sees itself: no NaN
+        allowed = allowed | (seen[None, None] == positions[None, :, None])
         mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)
         mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
-        x = self.embedding(ids) + self.position((places[None] - first).clamp(min=0) + offset)
+        x = self.embedding(ids) + self.position((positions[None] - first).clamp(min=0) + offset)
         for index, block in enumerate(self.blocks):
             here = wanted if index + 1 == len(self.blocks) else None
             if block.training and torch.is_grad_enabled():
@@ -225,11 +226,11 @@ class TinyEngine:
         with torch.inference_mode():
             for (padded, room), members in groups.items():
                 unique = {requests[i].prompt_ids: None for i in members}
-                place = {prompt: row for row, prompt in enumerate(unique)}
+                row_of = {prompt: row for row, prompt in enumerate(unique)}
                 prefix = self._prefill(list(unique), padded)
                 for first in range(0, len(members), ROWS):
                     chunk = members[first : first + ROWS]
-                    rows = [place[requests[i].prompt_ids] for i in chunk]
+                    rows = [row_of[requests[i].prompt_ids] for i in chunk]
                     rows += rows[-1:] * (ROWS - len(rows))
                     answers = self._decode([requests[i] for i in chunk], prefix.rows(rows, room), room)
                     done.update(zip(chunk, answers, strict=True))

@@ -95,12 +95,14 @@ class TemplateTokenizer:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
         ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
-        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends)
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), threading.Lock(), ends)
 
-    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
+    def _begin(
+        self, tokenizer: Any, settings: dict[str, Any], own: Any, lock: threading.Lock, ends: tuple[int, ...]
+    ) -> None:
         self.tokenizer = tokenizer
         self._settings, self._ends = settings, ends
-        self._own, self._lock = own, threading.Lock()
+        self._own, self._lock = own, lock
         self._spaced = puts_spaces(self._ids)
         self._marks = self._marks_of_turns()
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
@@ -115,7 +117,8 @@ class TemplateTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was unpickled is nobody else's
-        self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
+        own = state["tokenizer"]
+        self._begin(own, state["settings"], own, threading.Lock(), state["ends"])
 
     @property
     def size(self) -> int:
@@ -165,7 +168,7 @@ class TemplateTokenizer:
     def with_settings(self, **settings: Any) -> TemplateTokenizer:
         """One whose template gets these settings too, such as `tools`."""
         twin = TemplateTokenizer.__new__(TemplateTokenizer)
-        twin._begin(self.tokenizer, {**self._settings, **settings}, copy.deepcopy(self.tokenizer), self._ends)
+        twin._begin(self.tokenizer, {**self._settings, **settings}, self._own, self._lock, self._ends)
         return twin
 
     def holds_control(self, text: str) -> bool:
@@ -245,7 +248,7 @@ class TemplateTokenizer:
 
     def around(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
         """A chat of these roles with a mark in each content, up to where the assistant begins."""
-        contents = contents or [f"\ue000{place}\ue001" for place in range(len(roles))]
+        contents = contents or [f"\ue000{number}\ue001" for number in range(len(roles))]
         chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         text = self.written(chat, add_generation_prompt=True)
         shown = [int(number) for number in _MARK.findall(text)]
@@ -293,7 +296,7 @@ class TemplateTokenizer:
         return tuple(dict.fromkeys(ids))
 
     def _marks_of_turns(self) -> frozenset[int]:
-        """Tokens with which the template marks turns, which are control tokens here, be they told as such or not.
+        """Tokens with which the template marks turns, which are control tokens here, be they declared as such or not.
 
         DeepSeek's `<｜User｜>`, say, is an added token like any word. What a template opens for the model behind the
         header of its turn (`<think>`) stays text, and so do spaces.
@@ -307,9 +310,9 @@ class TemplateTokenizer:
         ids += (token for piece in _MARK.split(alone)[::2] for token in self.tokens(piece))
         added = getattr(self._own, "added_tokens_decoder", {})  # not all are transformers' own
         marks = {token for token in ids if token in added and not added[token].content.isspace()}
-        untold = [added[token] for token in sorted(marks) if not added[token].special]
-        if untold and self._own.is_fast:  # others take no added token out of contents
-            self._own.backend_tokenizer.add_special_tokens(untold)
+        undeclared = [added[token] for token in sorted(marks) if not added[token].special]
+        if undeclared and self._own.is_fast:  # others take no added token out of contents
+            self._own.backend_tokenizer.add_special_tokens(undeclared)
         return frozenset(marks)
 
 
@@ -359,8 +362,6 @@ class TinyTokenizer:
     """
 
     end_ids = (END,)
-    brief = True
-    """What is written for it must be short: each letter is a token."""
 
     def __init__(self, words: Sequence[str] = ()) -> None:
         self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))

@@ -46,7 +46,7 @@ MEMORY = Path("/dev/shm")
 """Where weights are passed on, if there is room for them: files there lie in memory."""
 
 
-class InUse(NamedTuple):
+class Adapter(NamedTuple):
     """What a request is answered with."""
 
     version: int = 0
@@ -86,7 +86,7 @@ class VllmEngine(Closing):
         self._folder, self._gpu, self._batch_invariant = Path(model), gpu, batch_invariant
         self._options = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True, **options}
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were loaded
-        self._in_use = InUse()
+        self._adapter = Adapter()
         self._numbers = itertools.count(1)  # of requests, and of adapters, which vLLM knows by their number
         self._closed = False
         self._start()
@@ -100,14 +100,14 @@ class VllmEngine(Closing):
         async def start() -> Any:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        with _told(self._gpu, self._batch_invariant):
+        with _environment(self._gpu, self._batch_invariant):
             self.llm = self._loop.run(start())
         self._end = weakref.finalize(self, self.llm.shutdown)
 
     @property
     def weights_version(self) -> int:
         """The version of what answers are made with."""
-        return self._in_use.version
+        return self._adapter.version
 
     @property
     def context(self) -> int:
@@ -123,7 +123,7 @@ class VllmEngine(Closing):
     def capabilities(self) -> Capabilities:
         """Exact tokens and log-probabilities; weights and, where room was made, adapters."""
         adapters = bool(self._options.get("enable_lora"))
-        return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=adapters)
+        return Capabilities(token_ids=True, logprobs=True, weights=True, adapters=adapters)
 
     # --- rollouts
     generate = generate
@@ -137,17 +137,17 @@ class VllmEngine(Closing):
             raise EngineError("vLLM in process takes no pictures: use a server with messages (OpenAIEngine)")
         if self._closed:
             raise EngineError("vLLM has ended: this sampler was closed")
-        in_use, room = self._in_use, room_left(self, request)
+        adapter, room = self._adapter, room_left(self, request)
         if not room:
-            return Completion((), (), "context", in_use.version)
+            return Completion((), (), "context", adapter.version)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         name = f"shoal-{next(self._numbers)}"
         try:
             async for output in self.llm.generate(
-                prompt, self._params(request, room), name, lora_request=in_use.lora
+                prompt, self._params(request, room), name, lora_request=adapter.lora
             ):
                 if output.finished:
-                    return _completion(output.outputs[0], in_use.version)
+                    return _completion(output.outputs[0], adapter.version)
         except (EngineDeadError, EngineError):  # who asks restarts one that died
             raise
         except Exception as error:  # a prompt that does not fit, say
@@ -201,7 +201,7 @@ class VllmEngine(Closing):
             folder.cleanup()
             self.restart()
             raise
-        self._use(InUse(version))
+        self._use(Adapter(version))
         if before is not None:
             before.cleanup()
 
@@ -217,8 +217,8 @@ class VllmEngine(Closing):
 
         self._loop.run(work())
 
-    def _use(self, in_use: InUse) -> None:
-        before, self._in_use = self._in_use, in_use
+    def _use(self, adapter: Adapter) -> None:
+        before, self._adapter = self._adapter, adapter
         if before.folder is not None:
             before.folder.cleanup()
 
@@ -250,7 +250,7 @@ class VllmEngine(Closing):
         except Exception as error:
             copied.cleanup()
             raise DataError(f"vLLM does not take the adapter {folder}: {format_error(error)}") from error
-        self._use(InUse(version, lora, copied))
+        self._use(Adapter(version, lora, copied))
 
     # --- the end
     def restart(self) -> None:
@@ -268,7 +268,7 @@ class VllmEngine(Closing):
         self._closed = True
         self._loop.close()
         self._end()
-        for folder in (self._weights, self._in_use.folder):
+        for folder in (self._weights, self._adapter.folder):
             if folder is not None:
                 folder.cleanup()
 
@@ -288,19 +288,17 @@ def _folder_for(size: int) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
-def _told(gpu: int | None, batch_invariant: bool) -> Iterator[None]:
+def _environment(gpu: int | None, batch_invariant: bool) -> Iterator[None]:
     """Processes that are started meanwhile see one GPU of those that this one sees; there is no setting for it.
 
     Nor is there one for kernels whose results do not depend on the batch.
     """
-    told = {_INVARIANT: "1"} if batch_invariant else {}
+    variables = {_INVARIANT: "1"} if batch_invariant else {}
     if gpu is not None:
         before = os.environ.get(_VISIBLE)
-        told[_VISIBLE] = (
-            [str(number) for number in range(gpu + 1)] if before is None else before.split(",")
-        )[gpu]
-    changed = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+        variables[_VISIBLE] = str(gpu) if before is None else before.split(",")[gpu]
+    changed = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

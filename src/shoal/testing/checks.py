@@ -137,7 +137,6 @@ def check_engine(
         f"{type(engine).__name__} must have tokenizer, level, weights_version",
     )
     known = capabilities_of(engine)
-    expect(known.level == engine.level, f"capabilities state {known.level}, the sampler {engine.level}")
     tokenizer = engine.tokenizer
     expect(tokenizer.decode(tokenizer.encode("a b 12")) == "a b 12", "decode must undo encode")
     starts = [tokenizer.start([{"role": "user", "content": prompt}]) for prompt in prompts]

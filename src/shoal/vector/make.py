@@ -6,20 +6,18 @@ import contextlib
 import copy as copying
 import functools
 import logging
-import os
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, did_you_mean, format_error
-from shoal.core.executors import available_cpus
+from shoal.core.executors import available_cpus, free_cpus
 from shoal.core.workers import START_METHODS, StartMethod, explain_file_limit
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve, without_wrappers
 from shoal.vector.buffers import Buffers, shared_block
@@ -417,21 +415,6 @@ def try_env(fn: EnvFn) -> StepCost | None:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
     return StepCost(*sorted(times)[len(times) // 2]) if times else None
-
-
-LOAD_SAMPLES, LOAD_PAUSE = 10, 2e-3
-
-
-def free_cpus() -> int:
-    """Cores that this process may use and nobody else keeps busy now; at least 1."""
-    others: list[int] = []
-    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux says how many threads want a core
-        for _ in range(LOAD_SAMPLES):
-            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-            others.append(int(running) - 1)  # without this one
-            time.sleep(LOAD_PAUSE)
-    busy = round(sum(others) / len(others)) if others else 0
-    return max(1, min(available_cpus(), (os.cpu_count() or 1) - busy))
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:

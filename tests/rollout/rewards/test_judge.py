@@ -16,12 +16,12 @@ from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.samplers.sampler import Sampling
+from shoal.train.agent.run.filters import collect_with_signal
 from shoal.train.agent.run.metrics import rollout_metrics
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))

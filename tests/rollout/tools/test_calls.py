@@ -94,7 +94,7 @@ def test_calls_beyond_the_most_are_refused(chat):
 
 def test_the_tiny_model_writes_a_call_of_listed_words_in_a_few_tokens(chat):
     written = chat.written(ToolCall("look", {"city": "oslo"}))
-    assert len(chat.encode(written)) == 4  # opening, name of the parameter, value, end
+    assert len(chat.tokenizer.encode(written)) == 4  # opening, name of the parameter, value, end
     assert chat.read(written, Projection()).calls == (ToolCall("look", {"city": "oslo"}),)
 
 

@@ -160,7 +160,8 @@ def test_a_chat_goes_to_workers_as_it_is(kind):
     chat = ToolChat(Says(kind).tokenizer, [function_tool(f, 1.0, 99) for f in TOOLS])
     again = pickle.loads(pickle.dumps(chat))
     message = [{"role": "user", "content": "hello"}]
-    assert again.start(message) == chat.start(message)
+    first, second = (one.tokenizer.start(one.with_tools(message)) for one in (chat, again))
+    assert first == second
     assert (again.grammar, again.written(CALLS[0])) == (chat.grammar, chat.written(CALLS[0]))
     assert chat.read(chat.written(CALLS[0]), lambda text: None).calls == (CALLS[0],)
 
@@ -168,9 +169,8 @@ def test_a_chat_goes_to_workers_as_it_is(kind):
 def test_a_template_without_tools_is_told_of_them_in_the_system_message():
     tokenizer = TemplateTokenizer(byte_tokenizer())
     chat = ToolChat(tokenizer, [function_tool(functions.add, 1.0, 99)])
-    text = chat.spell(
-        chat.start([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}])
-    )
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    text = tokenizer.spell(tokenizer.start(chat.with_tools(asked)))
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert '"name": "add"' in text
     assert text.endswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")

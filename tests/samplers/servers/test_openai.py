@@ -362,7 +362,7 @@ def test_the_key_is_sent_and_never_shown(serve):
 
 def test_engines_that_state_nothing_are_known_by_what_they_have():
     known = capabilities_of(RandomEngine(["Up"]))
-    assert (known.level, known.trainable, known.gradients, known.adapters) == ("L2", True, False, False)
+    assert (known.trainable, known.weights, known.adapters) == (True, False, False)
 
 
 @pytest.mark.parametrize("kind", ["openai", "llama.cpp"])

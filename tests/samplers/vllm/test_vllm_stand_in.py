@@ -128,14 +128,8 @@ def test_vllm_is_asked_for_what_was_requested_within_the_context(engine):
 
 def test_what_the_sampler_can_do_is_said_and_what_it_cannot_is_refused(engine, tmp_path):
     can = engine.capabilities
-    assert (engine.level, can.level, can.token_ids, can.logprobs, can.weights) == (
-        "L0",
-        "L0",
-        True,
-        True,
-        True,
-    )
-    assert (can.adapters, can.images, can.gradients) == (False, False, False)
+    assert engine.level == "L0"
+    assert (can.token_ids, can.logprobs, can.weights, can.adapters) == (True, True, True, False)
     told = vars(engine.llm.args)
     assert told["logprobs_mode"] == "processed_logprobs"
     assert told["model"] == told["tokenizer"] == str(tmp_path)
@@ -308,7 +302,7 @@ def test_an_adapter_that_vllm_does_not_take_is_an_error_and_the_one_before_stays
     engine = make(enable_lora=True)
     (tmp_path / "adapter_model.safetensors").touch()
     engine.load_adapter(tmp_path, 1)
-    before = engine._in_use.lora
+    before = engine._adapter.lora
 
     async def refuse(self, lora_request):
         raise ValueError("rank 64 is too high")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import gymnasium as gym
@@ -228,6 +229,19 @@ def test_workers_are_chosen_only_where_they_pay():
         6e-6, 128, 8, 2, compiled=False, steps=10_000_000
     )  # an exchange per step costs more
     assert not workers_pay(1.0, 128, 8, 1, compiled=True, steps=10**9)
+
+
+@pytest.mark.parametrize(("free", "workers"), [(1, 0), (2, 2)])
+def test_cores_that_are_busy_get_no_workers(monkeypatch, free, workers):
+    class SlowEnv(TargetEnv):
+        def step(self, action):
+            time.sleep(0.002)
+            return super().step(action)
+
+    monkeypatch.setattr("shoal.train.ppo.collect.free_cpus", lambda: free)
+    with PPO(SlowEnv, n_envs=2, path="torch", n_steps=8, batch_size=8, n_epochs=1) as ppo:
+        ppo.learn(1_000_000, callback=lambda metrics: False)
+        assert ppo.workers == workers
 
 
 @pytest.mark.slow

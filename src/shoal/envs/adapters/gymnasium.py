@@ -22,6 +22,7 @@ from gymnasium import Space, spaces
 from shoal.core.data import check_flags, check_step_result, info_of, refuse_no_text, reward_of
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
 from shoal.envs.actions import Projection
+from shoal.envs.adapters.views import as_text
 from shoal.envs.catalogue import resolve
 from shoal.envs.spaces import ANY_TEXT, FreeText, free_text
 from shoal.envs.text import MOST_ANSWER, Action, Outcome, TextEnv, blame, check_numbers, is_count
@@ -74,7 +75,8 @@ class GymnasiumConfig:
     observation_names: tuple[str, ...] = ()
     """Words for the numbers of an observation, in order."""
     show: Literal["auto", "values", "ansi"] = "auto"
-    """The values of the observation, or the env's own text drawing ("auto" prefers the drawing)."""
+    """The values of the observation, or the env's own text drawing. "auto" prefers words where they are known
+    (MiniGrid, BabyAI, NLE), then the drawing."""
     digits: int = 3
     """Significant digits of the numbers that are shown."""
     success_return: float | None = None
@@ -128,8 +130,10 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
         """Find the words for what the env inside shows and takes."""
         config = self.config
+        view = as_text(self.inner) if config.show == "auto" else None
+        self.inner = view or self.inner
         modes = (self.inner.metadata or {}).get("render_modes") or ()
-        drawn = "ansi" in modes and config.show != "values"
+        drawn = "ansi" in modes and config.show != "values" and view is None
         if config.show == "ansi" and not drawn:
             raise ConfigError(f"{config.id} has no render_mode 'ansi'; use show='values'")
         if drawn and self.inner.render_mode != "ansi":
@@ -141,7 +145,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
                     raise
                 drawn, self.inner = False, _made(make, config.id)
         self._drawn = drawn
-        inner: Any = self.inner.unwrapped
+        inner: Any = view or self.inner.unwrapped
         own = getattr(inner, "max_steps", None)
         self.max_steps = config.max_steps or (own if is_count(own) else MOST_STEPS)
         name = config.id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0] or config.id
@@ -153,6 +157,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._space = None
         self._system = ""
         self._messages: list[Any] = []
+        self._inner: Mapping[str, Any] = {}
         if self._space is None and not drawn:
             self._look_at_the_first_observation()
         elif self._space is not None and not drawn:
@@ -290,7 +295,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         first = method == "_start" or (method == "observe" and not self._steps)
         raise EnvError(blame(type(self.inner.unwrapped), "reset" if first else "step", problem))
 
-    def _succeeded(self, info: dict[str, Any], terminated: bool, truncated: bool) -> bool:
+    def _succeeded(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> bool:
         for key in ("success", "is_success", "won"):
             if key in info and self.config.success_return is None:
                 self.success_is_known = True
@@ -364,8 +369,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         raise EnvError(blame(kind, method, f"{wanted}, got {action!r:.80}"))
 
     def available_actions(self) -> list[str]:
-        """The words of discrete actions, or a pattern for numbers."""
-        return self.projection.words() or [f"<{self._form}>"]
+        """The words of discrete actions, those that `info["action_mask"]` allows; or a pattern for numbers."""
+        words, mask = self.projection.words(), self._inner.get("action_mask")
+        if words and isinstance(mask, np.ndarray | list | tuple) and len(mask) == len(words):
+            words = [word for word, allowed in zip(words, mask, strict=True) if allowed]
+        return words or [f"<{self._form}>"]
 
     def observe(self) -> str:
         """The present observation as text."""

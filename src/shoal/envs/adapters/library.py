@@ -1,4 +1,7 @@
-"""Other people's libraries: imported on first use, their draws from global generators reproducible and unnoticed."""
+"""Other people's libraries: imported on first use, their draws from global generators reproducible and unnoticed.
+
+`LibraryEnv` is the base of the text envs that play one of them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import contextlib
 import importlib
 import random
 import threading
+from abc import ABC
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from shoal.core.errors import MissingExtraError
+from shoal.envs.actions import Projection
+from shoal.envs.spaces import FreeText
+from shoal.envs.text import Outcome, TextEnv
+
+C = TypeVar("C")
 
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -36,7 +45,9 @@ def library(module: str) -> Any:
 class PrivateRandom:
     """A state of `random` and `numpy.random` of one's own, switched in while a library is called.
 
-    Within one process only one library call runs at a time: the generators it uses are the process's.
+    For an env of one's own that calls a library which draws from the global generators: `seed` it in `_start`, and
+    call the library `with self.random.active():`. Within one process only one library call runs at a time: the
+    generators it uses are the process's.
     """
 
     def __init__(self) -> None:
@@ -62,3 +73,28 @@ class PrivateRandom:
                 self._own = random.getstate(), np.random.get_state(legacy=False)
                 random.setstate(others[0])
                 np.random.set_state(others[1])
+
+
+class LibraryEnv(TextEnv[C], ABC):
+    """A text env that a library plays: actions are free text, and its draws are private."""
+
+    package: ClassVar[str]
+    """The module of the library."""
+    projection = Projection(parse=lambda text: text[:4_096] or None, invalid="")
+    action_space = FreeText(65_536)
+    observation_space = FreeText(262_144)
+    pattern: ClassVar[str] = "<move>"
+    """How an action is shown where the library does not list them."""
+
+    def __init__(self, config: C | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        library(self.package)  # what is missing shows now and not in the first episode
+        self._random = PrivateRandom()
+
+    def _nothing_done(self) -> Outcome:
+        """What becomes of a response without a usable action: the library does not get it."""
+        return Outcome(self.config.invalid_penalty, effective=False, valid=False)  # type: ignore[attr-defined]
+
+    def available_actions(self) -> list[str]:
+        """A pattern: an action is free text."""
+        return [self.pattern]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -21,7 +23,10 @@ from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
+logger = logging.getLogger(__name__)
 MAX_MESSAGE = 16 * 1024 * 1024
+OF_ALL = ("metadata", "done", "reward")
+"""Fields that every action or observation of OpenEnv has."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,13 @@ class OpenEnvConfig:
 
     url: str = ""
     """Where the server is, as in "http://127.0.0.1:8000"."""
-    action_field: str = "action"
-    """Field of the server's action that the model's text goes into. An action that is a JSON object itself is
-    sent as it is."""
-    observation_field: str = "text"
-    """Field of the server's observation to show; if there is none, the whole observation is shown as JSON."""
+    action_field: str = ""
+    """Field of the server's action that the model's text goes into. If not given, the one field that the server's
+    `/schema` asks for; where it asks for several, an action has to be a JSON object. A server without `/schema` gets
+    `action`. An action that is a JSON object itself is sent as it is."""
+    observation_field: str = ""
+    """Field of the server's observation to show. If not given, `text`, or the one text that `/schema` names; if there
+    is none, the whole observation is shown as JSON."""
     success_reward: float | None = None
     """Reward on the last step from which an episode counts as a success, unless the server says itself."""
     connect_seconds: float = 10.0
@@ -68,6 +75,9 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         super().__init__(config, **settings)
         self._socket: Any = None
         self._session = contextlib.ExitStack()
+        self._fields_of: dict[str, dict[str, Any]] | None = (
+            None  # of "action" and "observation", once they are asked
+        )
 
     def _start(self, rng: np.random.Generator) -> None:
         # The server gets this episode's own seed, so that a shoal env behind it plays the very episode.
@@ -75,12 +85,16 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         rules = self._fields.get("instructions")
         if isinstance(rules, str) and rules:
             self.instructions = rules
+        elif len(asked := self._asked_for("action")) > 1 and not self.config.action_field:
+            written = ", ".join(f'"{name}" ({_kind_of(field)})' for name, field in asked.items())
+            self.instructions = f"{type(self).instructions} It is a JSON object with {written}."
 
     def _advance(self, action: Action) -> Outcome:
-        if action == self.invalid_action:
+        payload = None if action == self.invalid_action else self._payload(str(action))
+        if payload is None:
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
         before = self._text
-        reward, done = self._take(self._ask({"type": "step", "data": self._payload(str(action))}))
+        reward, done = self._take(self._ask({"type": "step", "data": payload}))
         wanted = self.config.success_reward
         cut = self._said("truncated", False)
         return Outcome(
@@ -119,7 +133,8 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             )
         return {**self.__dict__, "_socket": None, "_session": contextlib.ExitStack()}
 
-    def _payload(self, action: str) -> dict[str, Any]:
+    def _payload(self, action: str) -> dict[str, Any] | None:
+        """What the server gets for a text; None where it is no action of its."""
         if action.startswith("{"):
             try:
                 parsed = json.loads(action)
@@ -127,14 +142,52 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
                 parsed = None
             if isinstance(parsed, dict):
                 return parsed
-        return {self.config.action_field: action}
+        if self.config.action_field:
+            return {self.config.action_field: action}
+        asked = self._asked_for("action")
+        if "action" in asked or not asked:
+            return {"action": action}
+        [(name, field), *more] = asked.items()
+        if more:
+            return None
+        if _kind_of(field) not in ("integer", "number"):
+            return {name: action}
+        try:
+            number = json.loads(action)
+        except (ValueError, RecursionError):
+            return None
+        fits = isinstance(number, int if _kind_of(field) == "integer" else int | float)
+        return {name: number} if fits and not isinstance(number, bool) else None
+
+    def _asked_for(self, what: str) -> dict[str, Any]:
+        """The fields of an "action", or an "observation", by the server's schema; of those that it requires, if any."""
+        if self._fields_of is None:
+            schema = self._schema()
+            self._fields_of = {part: _fields(schema.get(part)) for part in ("action", "observation")}
+        return self._fields_of[what]
+
+    def _schema(self) -> dict[str, Any]:
+        """What the server publishes of its fields; nothing if it publishes none."""
+        parts = urlsplit(self.config.url)
+        scheme = parts.scheme.replace("ws", "http")
+        path = parts.path.rstrip("/").removesuffix("/ws") + "/schema"
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(
+                urlunsplit((scheme, parts.netloc, path, parts.query, "")), timeout=self.config.connect_seconds
+            ) as answer:
+                found = json.loads(answer.read(MAX_MESSAGE))
+        except (OSError, ValueError, RecursionError) as error:
+            logger.debug("%s has no /schema: %s", self.config.url, error)
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _take(self, answer: dict[str, Any]) -> tuple[float, bool]:
         fields = answer.get("observation")
         if not isinstance(fields, dict):
             raise EnvError(f"{self.config.url} must answer with an observation object, got {answer!r:.200}")
         self._fields = fields
-        shown = fields.get(self.config.observation_field)
+        shown = fields.get(self._shown_field())
         self._text = (
             shown if isinstance(shown, str) else json.dumps(fields, sort_keys=True, ensure_ascii=False)
         )
@@ -146,6 +199,15 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
                 f"got {reward!r:.100} and {done!r:.100}"
             )
         return float(reward or 0.0), bool(done)
+
+    def _shown_field(self) -> str:
+        """The field of an observation that is shown."""
+        if self.config.observation_field or "text" in self._fields:
+            return self.config.observation_field or "text"
+        texts = [
+            name for name, field in self._asked_for("observation").items() if _kind_of(field) == "string"
+        ]
+        return texts[0] if len(texts) == 1 else "text"
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         with needs_extra("the openenv client", "web"):
@@ -179,3 +241,19 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             ping_interval=None,  # pings draw from the global `random`; answer_seconds bounds every wait
         )
         return self._session.enter_context(connection)
+
+
+def _fields(schema: Any) -> dict[str, Any]:
+    """The fields of an object's JSON schema but for those that all have; of the required ones, if there are any."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
+        return {}
+    found = {name: value for name, value in schema["properties"].items() if name not in OF_ALL}
+    required = schema.get("required")
+    needed = [name for name in found if isinstance(required, list) and name in required]
+    return {name: found[name] for name in needed or found}
+
+
+def _kind_of(field: Any) -> str:
+    """The type of a field of a JSON schema."""
+    kind = field.get("type") if isinstance(field, dict) else None
+    return kind if isinstance(kind, str) else "any"

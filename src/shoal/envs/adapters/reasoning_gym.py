@@ -13,9 +13,9 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.envs.actions import Projection
-from shoal.envs.adapters.library import PrivateRandom, library
+from shoal.envs.adapters.library import LibraryEnv, library
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
+from shoal.envs.text import Action, Outcome, check_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +73,19 @@ class ReasoningGymConfig:
                 )
 
 
-class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
+class ReasoningGymEnv(LibraryEnv[ReasoningGymConfig]):
     """A question of a reasoning-gym dataset; the reward is the dataset's own score of the answer."""
 
     Config = ReasoningGymConfig
+    package = "reasoning_gym"
     seed_stream = "ReasoningGymEnv"
+    pattern = "<answer>"
     instructions = "Answer the question."
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="", tags=("action", "answer"))
-    action_space = FreeText(65_536)
     observation_space = FreeText(65_536, min_length=1)
 
     def __init__(self, config: ReasoningGymConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self._random = PrivateRandom()
         with self._random.active():
             self._dataset = _dataset(self.config)
 
@@ -97,7 +97,7 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
 
     def _advance(self, action: Action) -> Outcome:
         if action == self.invalid_action:
-            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+            return self._nothing_done()
         score = self._score(str(action))
         right, last = score >= self.config.success_score, self._steps + 1 >= self.config.max_steps
         self._text = f"{self._item['question']}\n{'Right.' if right else 'Not right.'}"
@@ -116,10 +116,6 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
             except Exception as error:
                 logger.debug("%s cannot score %.200r: %r", self.config.dataset, answer, error)
                 return 0.0
-
-    def available_actions(self) -> list[str]:
-        """A pattern: the answer is free text."""
-        return ["<answer>"]
 
     def observe(self) -> str:
         """The question, and after an attempt whether it was right."""

@@ -12,9 +12,8 @@ import numpy as np
 from shoal.core.errors import ConfigError
 from shoal.core.files import cache_folder, write_folder
 from shoal.envs.actions import Projection
-from shoal.envs.adapters.library import PrivateRandom, library
-from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
+from shoal.envs.adapters.library import LibraryEnv, library
+from shoal.envs.text import Action, Outcome, check_numbers
 
 _PROMPT = re.compile(r"\n*>[^\n]*$")
 _PLAIN = re.compile(r"[A-Za-z0-9 '-]{1,120}")
@@ -71,7 +70,7 @@ class TextWorldConfig:
         check_numbers(self, nb_rooms=1, nb_objects=1, quest_length=1, num_games=1, max_steps=1)
 
 
-class TextWorldEnv(TextEnv[TextWorldConfig]):
+class TextWorldEnv(LibraryEnv[TextWorldConfig]):
     """A TextWorld text adventure.
 
     `available_actions` lists the commands that would work now. Other commands reach the game too, in its own words
@@ -81,17 +80,14 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
     """
 
     Config = TextWorldConfig
+    package = "textworld"
     seed_stream = "TextWorldEnv"
     instructions = "You are in a text adventure. Read the objective and give one command per turn."
     projection = Projection(parse=lambda text: text[:256] or None, invalid="")
-    action_space = FreeText(65_536)
-    observation_space = FreeText(65_536)
 
     def __init__(self, config: TextWorldConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self._random = PrivateRandom()
         self._game: Any = None
-        library("textworld")  # what is missing shows now and not in the first episode
         if self.config.game is not None and not Path(self.config.game).expanduser().is_file():
             raise ConfigError(f"game must be a TextWorld game file, got {self.config.game!r}")
 
@@ -112,11 +108,11 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
     def _advance(self, action: Action) -> Outcome:
         command = " ".join(str(action).split())
         if not command:
-            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+            return self._nothing_done()
         listed = self._commands is not None and command in self._commands
         if not (listed or is_for_the_game(command)):
             self._latest = REFUSED
-            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+            return self._nothing_done()
         known = listed or self._commands is None
         with self._random.active():
             state, score, over = self._game.step(command)

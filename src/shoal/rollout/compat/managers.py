@@ -1,13 +1,13 @@
 """Managers: vector environments that take model responses and return the next prompts.
 
-The rules (projection, history, templates) are those of the rest of the room; a manager only keeps, for each
-env, the turns so far. `multi_turn_loop` plays the envs of a manager to the end, as older agent projects do.
+Each env has an `Episode`, which keeps its turns and makes its prompts, as in any rollout; a manager only steps all envs
+at once. `multi_turn_loop` plays the envs of a manager to the end, as older agent projects do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypedDict
 
@@ -19,9 +19,9 @@ from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
-from shoal.rollout.episode import Role, anchor_of, words_of
+from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of
 from shoal.rollout.play import TrajectoryCollector
-from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
+from shoal.rollout.prompts import PromptConfig, Prompter, compose
 from shoal.samplers.sampler import Sampler, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
 
@@ -90,7 +90,10 @@ class EnvironmentManager(Closing):
             )
         self._wants_spaces = takes_two(projection_f)
         self._playing = threading.RLock()  # one step, reset or loop at a time
-        self._past: list[list[PastTurn]] = []
+        self._lookups: list[
+            Mapping[str, Any]
+        ] = []  # of each env, the actions of its words; empty until they are needed
+        self._episodes: list[Episode] = []
         self._done: list[bool] = []
 
     # --- the batch interface
@@ -98,12 +101,19 @@ class EnvironmentManager(Closing):
         """New episodes everywhere. `kwargs` is there for callers that pass one, and not read."""
         with self._playing:
             observations, infos = self.envs.reset()
-            self._instructions = self._ask("instructions", "")
-            self._lookups = self._ask("action_words", {})
-            self._limits = [self.max_turns or limit for limit in self._ask("max_steps", 0)]
-            self._past = [[] for _ in observations]
-            self._done = [False] * len(observations)
-            return self._see(observations, infos), infos
+            self._shown, self._infos = list(observations), list(infos)
+            self._lookups, self._done = [], [False] * len(observations)
+            prompter = Prompter(self.prompt, None)  # type: ignore[arg-type]  # nothing becomes tokens
+            facts = zip(self._ask("instructions", ""), self._ask("max_steps", 0), strict=True)
+            self._episodes = []
+            for i, (instructions, limit) in enumerate(facts):
+                turns = self.max_turns or limit
+                role = _ManagersRole(
+                    self.env_name, str(instructions), Projection(), turns, manager=self, env=i
+                )
+                self._episodes.append(Episode(EpisodeId(0, 0, i, 0, 0), role, prompter, Sampling()))
+                self._episodes[i].begin(*_as_text(observations[i], infos[i]))
+            return self._observations(), infos
 
     def step(
         self, text_actions: Sequence[str | None]
@@ -118,22 +128,25 @@ class EnvironmentManager(Closing):
             if isinstance(text_actions, str) or len(text_actions) != len(self._done):
                 got = "one text" if isinstance(text_actions, str) else len(text_actions)
                 raise ValueError(f"expected {len(self._done)} responses after reset(), got {got}")
+            words = [episode.words for episode in self._episodes]
+            actions, valids = self._project([text or "" for text in text_actions], words, range(len(words)))
+            queues: list[list[Any]] = [[] for _ in words]
             active = [
                 not over and text is not None for over, text in zip(self._done, text_actions, strict=True)
             ]
-            spaces = list(map(self._space, self._words, self._lookups))
-            actions, valids = self._project([text or "" for text in text_actions], spaces)
-            queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
-            shown, rewards, infos, understood = self._play(queues)
-            for i, on in enumerate(active):
-                infos[i] = {
-                    **infos[i],
-                    "is_active": on,
-                    "is_action_valid": on and bool(valids[i]) and understood[i],
-                }
-                if on:
-                    self._remember(i, text_actions[i] or "", actions[i], bool(valids[i]), rewards[i])
-            return self._see(shown, infos), np.array(rewards), np.array(self._done, dtype=np.bool_), infos
+            playing = [i for i, on in enumerate(active) if on]
+            for i in playing:
+                projected = Projected(tuple(as_actions(actions[i])), bool(valids[i]))
+                queues[i] = self._episodes[i].say(text_actions[i] or "", projected)
+            self._infos = list(self._infos)
+            self._play(queues)
+            turns = {i: turn for i in playing if (turn := self._episodes[i].end_turn())}
+            rewards = np.array([turns[i].reward if on else 0.0 for i, on in enumerate(active)])
+            infos = self._infos = [
+                {**info, "is_active": on, "is_action_valid": on and turns[i].action_is_valid}
+                for i, (info, on) in enumerate(zip(self._infos, active, strict=True))
+            ]
+            return self._observations(), rewards, np.array(self._done, dtype=np.bool_), infos
 
     def success_evaluator(
         self,
@@ -153,8 +166,8 @@ class EnvironmentManager(Closing):
                 active = [bool(info.get("is_active", True)) for info in infos]
             else:
                 active = [bool(entry.get("active_masks", True)) for entry in total_batch_list[number]]
-            places = [place for place, on in enumerate(active[: len(infos)]) if on]
-            last.append(infos[places[-1]] if places else {})
+            played = [info for info, on in zip(infos, active, strict=False) if on]
+            last.append(played[-1] if played else {})
         result = {"success_rate": np.array([_success(info) for info in last])}
         for key in self.scores:
             result[f"{self.env_name}_{key}"] = np.array([float(info.get(key, 0.0)) for info in last])
@@ -162,7 +175,7 @@ class EnvironmentManager(Closing):
 
     def get_available_actions(self) -> list[list[str]]:
         """The words that each env accepts now."""
-        return [list(words) for words in self._words]
+        return [list(episode.words) for episode in self._episodes]
 
     def close(self) -> None:
         """Close the envs."""
@@ -172,68 +185,51 @@ class EnvironmentManager(Closing):
         return len(self.envs)
 
     # --- inside
-    def _project(self, texts: Sequence[str], spaces: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Actions and whether they are valid, of responses to envs that accept `spaces` now."""
-        return self.projection_f(texts, spaces) if self._wants_spaces else self.projection_f(texts)
+    def _project(
+        self, texts: Sequence[str], words: Sequence[Sequence[str]], envs: Iterable[int]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Actions and whether they are valid, of responses to these envs, which accept these words now."""
+        if not self._wants_spaces:
+            return self.projection_f(texts)
+        spaces = [self._space(some, self._lookup(i)) for some, i in zip(words, envs, strict=True)]
+        return self.projection_f(texts, spaces)
 
     def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
         """The valid words for the projection; an env that lists none accepts all of its words."""
         del lookup
         return list(words) or None
 
-    def _play(
-        self, queues: Sequence[list[Any]]
-    ) -> tuple[list[Any], list[float], list[dict[str, Any]], list[bool]]:
-        """Step all envs through the actions of their responses, abreast, until the actions or the episodes end."""
-        totals, understood = [0.0] * len(queues), [True] * len(queues)
-        shown, infos = list(self._shown), list(self._infos)
-        queues = [list(queue) for queue in queues]
+    def _lookup(self, i: int) -> Mapping[str, Any]:
+        """The words of env `i` and their actions, in its present episode."""
+        self._lookups = self._lookups or self._ask("action_words", {})
+        return self._lookups[i]
+
+    def _play(self, queues: Sequence[list[Any]]) -> None:
+        """Step all envs through the actions of their responses, together, until the actions or the episodes end."""
         while any(queues):
-            asked = [bool(queue) for queue in queues]
-            observations, rewards, dones, after = self.envs.step([q.pop(0) if q else None for q in queues])
-            for i in [i for i, on in enumerate(asked) if on]:
-                shown[i], infos[i] = observations[i], dict(after[i])
-                totals[i] += float(rewards[i])
-                understood[i] = understood[i] and bool(after[i].get("action_is_valid", True))
-                self._done[i] = bool(dones[i])
+            acting = [i for i, queue in enumerate(queues) if queue]
+            observations, rewards, dones, infos = self.envs.step([q.pop(0) if q else None for q in queues])
+            for i in acting:
+                self._shown[i], self._infos[i], self._done[i] = observations[i], infos[i], bool(dones[i])
+                text, info = _as_text(observations[i], infos[i])
+                self._episodes[i].observe(text, rewards[i], dones[i], False, info)
                 if dones[i]:
                     queues[i].clear()
-        return shown, totals, infos, understood
 
-    def _remember(self, i: int, text: str, action: Any, valid: bool, reward: float) -> None:
-        words = ", ".join(str(self._word(i, one)) for one in as_actions(action)) if valid else "(none)"
-        self._past[i].append(PastTurn(self._texts[i], text, words, reward))
-
-    def _word(self, i: int, action: Any) -> Any:
-        """The env's word for an action."""
-        lookup = self._lookups[i]
-        return next((word for word, known in lookup.items() if known == action), action)
-
-    def _see(self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any]]) -> Observations:
-        self._shown, self._infos = list(observations), [dict(info) for info in infos]
-        self._words = list(map(words_of, infos))
-        pictures = self._pictures(observations)
-        self._texts = [
-            o if isinstance(o, str) else str(info.get("text", IMAGE))
-            for o, info in zip(observations, infos, strict=True)
-        ]
-        anchors = list(map(anchor_of, infos, observations))
+    def _observations(self) -> Observations:
         return {
-            "text": [self.build_text(i) for i in range(len(observations))],
-            "image": pictures,
-            "anchor": anchors,
+            "text": [self.build_text(i) for i in range(len(self._episodes))],
+            "image": self._pictures(),
+            "anchor": [episode.anchor for episode in self._episodes],
         }
 
     def build_text(self, i: int) -> str:
         """The prompt of env `i` in its present state."""
-        scene = Scene(
-            str(self._instructions[i]), self._texts[i], self._words[i], self._past[i], self._limits[i]
-        )
-        return compose(self.prompt, scene)
+        return compose(self.prompt, self._episodes[i].scene)
 
-    def _pictures(self, observations: Sequence[Any]) -> list[Any] | None:
-        if not all(isinstance(observation, str) for observation in observations):
-            return list(observations)
+    def _pictures(self) -> list[Any] | None:
+        if not all(isinstance(observation, str) for observation in self._shown):
+            return list(self._shown)
         pool: Any = getattr(self.envs, "envs", None)
         return list(pool.render()) if getattr(pool, "render_mode", None) == "rgb_array" else None
 
@@ -290,16 +286,7 @@ class WebShopEnvironmentManager(EnvironmentManager):
 
 
 MANAGERS: dict[str, type[EnvironmentManager]] = {
-    manager.env_type: manager
-    for manager in (
-        SokobanEnvironmentManager,
-        FrozenLakeEnvironmentManager,
-        BanditEnvironmentManager,
-        CountdownEnvironmentManager,
-        MetaMathQAEnvironmentManager,
-        WebShopEnvironmentManager,
-    )
-    if manager.env_type
+    str(manager.env_type): manager for manager in EnvironmentManager.__subclasses__()
 }
 
 
@@ -361,26 +348,16 @@ def multi_turn_loop(
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, or None, got {max_turns}")
     with envs._playing:
-        pool, tag = container.envs, envs.env_name or "env"
         limits = (max_turns, envs.max_turns, envs._ask("max_steps", None)[0])
         if not any(limits):
             raise ConfigError("these envs have no max_steps of their own: give max_turns")
-        role = _ManagersRole(
-            tag,
-            str(envs._ask("instructions", "")[0]),
-            Projection(),
-            min(limit for limit in limits if limit),
-            manager=envs,
-        )
+        tag, size, turns = envs.env_name or "env", container.group_n, min(limit for limit in limits if limit)
+        role = _ManagersRole(tag, str(envs._ask("instructions", "")[0]), Projection(), turns, manager=envs)
+        roles = {str(group): replace(role, env=group * size) for group in range(container.env_num)}
         container.iteration += 1
-        collector = _ManagersCollector(
-            pool,
-            [tag] * container.env_num,
-            {tag: role},
-            container.group_n,
-            engine,
-            envs.prompt,
-            container.seed,
+        envs._lookups = []
+        collector = TrajectoryCollector(
+            container.envs, list(roles), roles, size, engine, envs.prompt, container.seed
         )
         return collector.collect(container.iteration, sampling or Sampling())
 
@@ -389,22 +366,23 @@ def multi_turn_loop(
 class _ManagersRole(Role):
     """A role whose responses a manager reads."""
 
-    manager: EnvironmentManager | None = None
+    manager: Any = None
+    env: int = 0  # whose words it has; the envs of a group, which start alike, have the same ones
+
+    def word(self, action: Any) -> str:
+        """The env's word for an action."""
+        lookup = self.manager._lookup(self.env)
+        return next((word for word, known in lookup.items() if known == action), str(action))
 
     def project(self, text: str, words: Sequence[str]) -> Projected:
-        assert self.manager is not None
-        actions, valids = self.manager._project([text], [self.manager._space(words, self.projection.lookup)])
+        actions, valids = self.manager._project([text], [words], [self.env])
         return Projected(tuple(as_actions(actions[0])), bool(valids[0]))
 
 
-class _ManagersCollector(TrajectoryCollector):
-    """Plays the envs of a manager, each with the words that it has in this episode."""
-
-    def _role_of(self, slot: int, tag: str) -> Role:
-        """The role with the words of the env, which was reset."""
-        role = self.roles[tag]
-        words = role.manager._ask("action_words", {})[slot]  # type: ignore[attr-defined]
-        return replace(role, projection=Projection(lookup=words))
+def _as_text(observation: Any, info: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What the episode of a manager records: a text, and the state's key, which a picture has as well."""
+    text = observation if isinstance(observation, str) else str(info.get("text", IMAGE))
+    return text, {**info, "anchor": anchor_of(info, observation), "image": None}
 
 
 def _success(info: Mapping[str, Any]) -> float:

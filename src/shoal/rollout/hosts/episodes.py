@@ -1,7 +1,7 @@
 """What a host does for one episode after another: reset, prompt, decode, project, step; everything but sampling.
 
-An episode is a generator that yields what to ask the model, or what its env shall do, and gets what came of it; who
-drives it decides in which thread or process it plays. A failure ends one episode and is recorded with its cause.
+An episode is a generator that yields a question to the model or a call of its env, and is sent the result; its caller
+decides in which thread or process that happens. A failure ends one episode and is recorded with its cause.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import filled, run_functions
 from shoal.samplers.sampler import ChatTokenizer, Completion, Sampling
 
@@ -47,6 +48,12 @@ class Setup:
     env_retries: int = 1
     step_timeout: float | None = None
     make_timeout: float | None = None
+    tools: ToolChat | None = None
+
+    @property
+    def prompter(self) -> Prompter:
+        """What makes the prompts, for one host."""
+        return Prompter(self.prompt, self.tokenizer, self.tools)
 
     @property
     def close_seconds(self) -> float:
@@ -60,7 +67,7 @@ def seconds_for(limits: Any, doing: str) -> float | None:
     return limits.make_timeout if made else limits.step_timeout  # type: ignore[no-any-return]
 
 
-# --- what a driver and a host say to each other
+# --- messages of a driver and its hosts
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Play this episode in a slot."""
 
@@ -69,26 +76,32 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     sampling: Sampling
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What the model said to the last `Ask` of a slot."""
+class Sampled(msgspec.Struct, frozen=True, array_like=True, tag="sampled"):
+    """The model's response to the last `Ask` of a slot."""
 
     slot: int
     completion: Completion
 
 
 class Used(msgspec.Struct, frozen=True, array_like=True, tag="used"):
-    """What came of the calls of the last `Use` of a slot, in their order."""
+    """The results of the calls of the last `Use` of a slot, in their order."""
 
     slot: int
     uses: tuple[ToolUse, ...]
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The model said nothing, or tools are gone: the episode of this slot ends here."""
+    """There is no response, or there are no tools: the episode of this slot ends here."""
 
     slot: int
     status: Status
     error: str
+
+
+class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
+    """To all slots of a host at once: `LOOK` which of their envs are overdue, or `CLOSE` the envs."""
+
+    slot: int
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -111,15 +124,30 @@ class Use(msgspec.Struct, frozen=True, array_like=True, tag="use"):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """An episode is over; `failed` says what its tries before this record failed with."""
+    """An episode is over; `failed` has the causes of its attempts before this record."""
 
     slot: int
     trajectory: Trajectory
     failed: tuple[str, ...] = ()
 
 
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """Of a host: it has its setup (`START`), or has done what a `Control` asks for."""
+
+    slot: int
+    pid: int
+    overdue: tuple[tuple[int, str], ...] = ()
+    """The slots whose env is overdue, and why."""
+
+
+START, LOOK, CLOSE = -1, -2, -3
+"""In the place of a slot, where all of them are meant."""
+Reply = Sampled | Used | Refused
+Message = Begin | Reply | Control
 Event = Ask | Use | Ended
-Reply = Answer | Used | Refused
+encode = msgspec.msgpack.Encoder().encode
+decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
+decode_event: Callable[[bytes], Event | Report] = msgspec.msgpack.Decoder(Event | Report).decode
 
 
 class EnvFailedError(Exception):
@@ -133,70 +161,72 @@ class EnvReplacedError(EnvFailedError):
     """An env is gone with another one, which failed: the episode begins again, and that is not counted."""
 
 
-class _RefusedError(Exception):
-    """The model said nothing, or tools are gone."""
-
-
-# --- the story of an episode
+# --- an episode
 class Reset(NamedTuple):
-    """The env shall be reset, and the episode begin with what it shows."""
+    """The env shall be reset, and the episode begin with its observation."""
 
     episode: Episode
 
 
 class Step(NamedTuple):
-    """The env shall do this; what came of it is recorded in the episode, and answered is whether it has ended."""
+    """The env shall take this action, and its result be recorded in the episode; sent back is whether that ended it."""
 
     episode: Episode
     action: int | str
 
 
-Story = Generator[Ask | Use | Reset | Step, Any, Ended]
+Playing = Generator[Ask | Use | Reset | Step, Any, Ended]
 
 
-def story(begin: Begin, role: Role, prompter: Prompter, retries: int) -> Story:
+def played(begin: Begin, role: Role, prompter: Prompter, retries: int) -> Playing:
     """An episode up to its end; once more after its env failed, at most `retries` times."""
     failed: list[str] = []
     while True:
         episode = Episode(begin.assignment.place, role, prompter, begin.sampling)
+        refused: Refused | None = None
         status: Status = "ok"
         why: str | None = None
         try:
             yield Reset(episode)
-            yield from _turns(begin.slot, episode, prompter)
+            refused = yield from _turns(begin.slot, episode, prompter)
         except EnvReplacedError:
             continue
         except EnvFailedError as error:
             status, why = error.status, str(error)
-        except _RefusedError as error:
-            status, why = error.args
         except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # of the tokenizer or a template, say: the env has no part in it
-            status, why = (
-                "engine_error",
-                str(error) if isinstance(error, EngineError) else format_error(error),
-            )
+            status, why = "engine_error", format_error(error)
+            if isinstance(error, EngineError):
+                why = str(error)
+        if refused is not None:
+            status, why = refused.status, refused.error
         if status != "env_error" or len(failed) >= retries:
             return Ended(begin.slot, episode.trajectory(status, why), tuple(failed))
         failed.append(str(why))
 
 
-def _turns(slot: int, episode: Episode, prompter: Prompter) -> Generator[Ask | Use | Step, Any, None]:
+def _turns(
+    slot: int, episode: Episode, prompter: Prompter
+) -> Generator[Ask | Use | Step, Any, Refused | None]:
+    """Turn after turn, up to the end of the episode, or to a refusal."""
     while not episode.over:
-        reply = yield Ask(slot, *episode.question())
+        reply: Reply = yield Ask(slot, *episode.question())
         if isinstance(reply, Refused):
-            raise _RefusedError(reply.status, reply.error)
+            return reply
+        assert isinstance(reply, Sampled)
         for action in episode.respond(reply.completion):
             if (yield Step(episode, action)):
                 break
         if episode.calls and prompter.tools is not None:
             uses, left = run_functions(prompter.tools.tools, episode.calls)
-            came = (yield Use(slot, episode.turn, left)) if left else Used(slot, ())
-            if isinstance(came, Refused):
-                raise _RefusedError(came.status, came.error)
-            episode.use(filled(uses, came.uses))
+            reply = (yield Use(slot, episode.turn, left)) if left else Used(slot, ())
+            if isinstance(reply, Refused):
+                return reply
+            assert isinstance(reply, Used)
+            episode.use(filled(uses, reply.uses))
         episode.end_turn()
+    return None
 
 
 # --- one episode after another
@@ -206,43 +236,43 @@ class Slot:
     def __init__(self, setup: Setup, prompter: Prompter) -> None:
         self._setup, self._prompter = setup, prompter
         self._envs: dict[str, Any] = {}
-        self._story: Story | None = None
-        self._inside: tuple[str, float, int] | None = None
+        self._playing: Playing | None = None
+        self._inside: tuple[str, float, int] | None = (
+            None  # the call into an env, since when, in which thread
+        )
 
     def handle(self, message: Begin | Reply) -> Event:
-        """Go on with what the driver says, up to the next question to the model or the end of the episode."""
-        said: Reply | None = None
-        if not isinstance(message, Begin):
-            said = message
-        else:
-            if self._story is not None:  # an episode that was broken off
-                self._story.close()
+        """Go on with a message of the driver, up to the next question to the model or the end of the episode."""
+        sent: Any = message
+        if isinstance(message, Begin):
+            if self._playing is not None:  # an episode that was broken off
+                self._playing.close()
             role = self._setup.roles[message.assignment.tag]
-            self._story = story(message, role, self._prompter, self._setup.env_retries)
-        assert self._story is not None, "an answer came before the episode began"
+            self._playing, sent = played(message, role, self._prompter, self._setup.env_retries), None
+        assert self._playing is not None, "a reply came before the episode began"
         try:
-            wish = self._story.send(said)
-            while isinstance(wish, Reset | Step):
+            event = self._playing.send(sent)
+            while isinstance(event, Reset | Step):
                 try:
-                    over = self._do(wish)
+                    ended = self._do(event)
                 except EnvFailedError as error:
-                    wish = self._story.throw(error)
+                    event = self._playing.throw(error)
                 else:
-                    wish = self._story.send(over)
-            return wish
+                    event = self._playing.send(ended)
+            return event
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
     def close_envs(self) -> None:
         """Break off the episode, if one is open, and close the envs."""
-        if self._story is not None:
-            self._story.close()
-            self._story = None
+        if self._playing is not None:
+            self._playing.close()
+            self._playing = None
         while self._envs:
             self._close(self._envs.popitem()[1])
 
     def overdue(self) -> str | None:
-        """What the env is at for longer than it may, and where in the user's own code."""
+        """The call into the env that takes longer than it may, and where in the user's own code it is."""
         if (inside := self._inside) is None:
             return None
         doing, since, thread = inside
@@ -254,17 +284,17 @@ class Slot:
         where = where_it_hangs(traceback.extract_stack(frame)) if frame is not None else ""
         return f"{doing} failed: no answer within {seconds:g} s{where} ({limit})"
 
-    def _do(self, wish: Reset | Step) -> bool:
-        """Reset or step the env, which is closed if it fails."""
-        episode = wish.episode
+    def _do(self, event: Reset | Step) -> bool:
+        """Reset or step the env, which is closed if it fails; whether the episode has ended."""
+        episode = event.episode
         tag = episode.role.tag
         if tag not in self._envs:
             self._envs[tag] = self._in_env(MAKE, self._setup.env_fns[tag])
         env = self._envs[tag]
         try:
-            if isinstance(wish, Step):
-                step = partial(step_env, episode, env, wish.action)
-                return bool(self._in_env(f"step({wish.action!r})", step))
+            if isinstance(event, Step):
+                step = partial(step_env, episode, env, event.action)
+                return bool(self._in_env(f"step({event.action!r})", step))
             self._in_env("reset", partial(reset_env, episode, env))
             return False
         except EnvFailedError:
@@ -328,41 +358,47 @@ class SlotThreads:
     """Slots, each in a thread of its own, where an env may keep what lives in one thread.
 
     Args:
-        setup: what they play.
-        reply: called in a slot's thread with each `Ask` and `Ended`.
+        setup: of their episodes.
+        send: called with each event, in the thread of its slot, and with each report.
     """
 
-    def __init__(self, setup: Setup, reply: Callable[[Event], None]) -> None:
-        self._setup, self._reply = setup, reply
-        self._prompter = Prompter(setup.prompt, setup.tokenizer)
+    def __init__(self, setup: Setup, send: Callable[[Event | Report], object]) -> None:
+        self._setup, self._send = setup, send
+        self._prompter = setup.prompter
         self._slots: dict[int, tuple[Slot, OwnThread]] = {}
 
-    def post(self, message: Begin | Reply) -> None:
-        """Have the slot's thread go on with this message."""
-        if message.slot not in self._slots:
-            slot = Slot(self._setup, self._prompter)
-            self._slots[message.slot] = slot, OwnThread("shoal-episode")
-        slot, thread = self._slots[message.slot]
-        thread.submit(partial(self._handle, slot, message))
+    def post(self, message: Message) -> None:
+        """Have the thread of a slot go on with a message, or report on all slots."""
+        if not isinstance(message, Control):
+            if message.slot not in self._slots:
+                slot = Slot(self._setup, self._prompter)
+                self._slots[message.slot] = slot, OwnThread("shoal-episode")
+            slot, thread = self._slots[message.slot]
+            thread.submit(partial(self._handle, slot, message))
+        elif message.slot == LOOK:
+            found = [(number, slot.overdue()) for number, (slot, _) in self._slots.items()]
+            overdue = tuple((number, why) for number, why in found if why is not None)
+            self._send(Report(LOOK, os.getpid(), overdue))
+        else:
+            in_own_thread(partial(self._close, self.close_envs()), "shoal-close")
 
     def _handle(self, slot: Slot, message: Begin | Reply) -> None:
-        self._reply(slot.handle(message))
+        self._send(slot.handle(message))
 
-    def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer, and what it is at."""
-        found = [(number, slot.overdue()) for number, (slot, _) in list(self._slots.items())]
-        return [(number, why) for number, why in found if why is not None]
+    def _close(self, closing: list[Future[None]]) -> None:
+        wait(closing)
+        self._send(Report(CLOSE, os.getpid()))
 
     def leave(self, number: int) -> None:
         """Leave a slot behind whose env does not come back; the next episode of that number has another."""
         self._slots.pop(number)[1].end()
 
     def close_envs(self) -> list[Future[None]]:
-        """Close all envs, each in its thread after what that is at."""
+        """Close all envs, each in its thread after the call that is under way."""
         return [thread.submit(slot.close_envs) for slot, thread in self._slots.values()]
 
     def end(self) -> None:
-        """End the threads, each after what it is at."""
+        """End the threads, each after the call that is under way."""
         for _, thread in self._slots.values():
             thread.end()
         self._slots.clear()

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from shoal.core.errors import WorkerError
-from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Event, Reply, Setup, Slot, SlotThreads
-from shoal.rollout.prompts import Prompter
+from shoal.rollout.hosts.episodes import (
+    CLOSE,
+    LOOK,
+    Begin,
+    Control,
+    Event,
+    Message,
+    Reply,
+    Report,
+    Setup,
+    Slot,
+    SlotThreads,
+)
 
 MISSED = 5.0
 """Seconds beyond the limits of envs after which a host that does not answer at all is given up."""
@@ -36,58 +48,64 @@ class HostsFailedError(WorkerError):
 
 
 class Host:
-    """Where episodes are played, each in a slot: a message to a slot is open until it answers, or the host is lost."""
+    """Where episodes are played, each in a slot: a message to a slot is open until its event, or the host is lost."""
 
     name = "a rollout worker"
 
     def __init__(self) -> None:
         self.lost = False
         self._why = ""
-        self._open: dict[int, asyncio.Future[Event]] = {}
+        self._open: dict[int, asyncio.Future[Any]] = {}
 
-    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
-        """What the slot of a message answers.
+    def tell(self, message: Message) -> Awaitable[Any]:
+        """The next event of the slot of a message, or the report that it asks for.
 
         Raises:
             HostLostError: the host is lost.
         """
         if self.lost:
             raise HostLostError(self._why, 0)
-        future: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-        self._open[message.slot] = future
+        future = self._expected(message.slot)
         self._send(message)
         return future
 
-    def _send(self, message: Begin | Reply) -> None:
+    def _expected(self, slot: int) -> asyncio.Future[Any]:
+        """The next event of a slot, or a report on all."""
+        future = self._open[slot] = asyncio.get_running_loop().create_future()
+        return future
+
+    def _send(self, message: Any) -> None:
         """Have the slot go on with this message."""
         raise NotImplementedError
 
-    def _hear(self, event: Event) -> None:
-        """A slot answered."""
+    def _receive(self, event: Event | Report) -> None:
+        """A slot goes on."""
         future = self._open.pop(event.slot, None)
         if future is not None and not future.done():
             future.set_result(event)
 
-    async def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer within its time limit, and what it does; none if nobody can look."""
-        return []
+    async def overdue(self) -> Sequence[tuple[int, str]]:
+        """Slots whose env does not return within its time limit, and from what; none if nobody can look."""
+        return ()
 
     def give_up(self, slot: int, why: str) -> None:
         """Stop waiting for an env that hangs: its whole host is given up and replaced."""
         self.lose(why, hung=True, slot=slot)
 
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
-        """Stop waiting for it; nothing is answered any more."""
+        """Stop waiting for it; there are no more events."""
         if self.lost:
             return
         self.lost, self._why = True, why
         waiting, self._open = self._open, {}
+        episodes = sum(number >= 0 for number in waiting)
         for future in waiting.values():
             if not future.done():
-                future.set_exception(HostLostError(why, len(waiting), hung=hung, slot=slot))
+                future.set_exception(HostLostError(why, episodes, hung=hung, slot=slot))
+                future.exception()  # nobody need be waiting for it
 
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs, for which so many seconds are waited."""
+    async def close_envs(self) -> None:
+        """Close the envs, within a time limit."""
 
     def end(self) -> None:
         """End at once; may be called twice."""
@@ -101,42 +119,70 @@ class InlineHost(Host):
     """Plays in the thread that asks, one step after another: what a debugger sees.
 
     Args:
-        setup: what it plays.
+        setup: of its episodes.
     """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
+        self._slot = Slot(setup, setup.prompter)
 
     def _send(self, message: Begin | Reply) -> None:
-        self._hear(self._slot.handle(message))
+        self._receive(self._slot.handle(message))
 
-    async def close_envs(self, seconds: float) -> None:
+    async def close_envs(self) -> None:
         """Close the envs."""
         self._slot.close_envs()
 
 
-class ThreadHost(Host):
-    """Plays each slot in a thread of this process; one that hangs is left behind.
+class SlotsHost(Host):
+    """A host whose slots have threads, here or in another process.
 
     Args:
-        setup: what it plays.
+        setup: of its episodes.
     """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
-        self._threads = SlotThreads(setup, self._reply)
+        self._setup = setup
 
-    def _send(self, message: Begin | Reply) -> None:
+    async def overdue(self) -> Sequence[tuple[int, str]]:
+        """Slots whose env does not return; the host is lost if it does not report for long."""
+        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
+        with contextlib.suppress(HostLostError):
+            try:
+                return (await asyncio.wait_for(self.tell(Control(LOOK)), limit)).overdue  # type: ignore[no-any-return]
+            except TimeoutError:
+                self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
+        return ()
+
+    async def close_envs(self) -> None:
+        """Close the envs; a host that does not within its time is lost."""
+        seconds = self._setup.close_seconds
+        with contextlib.suppress(HostLostError):
+            try:
+                await asyncio.wait_for(self.tell(Control(CLOSE)), seconds)
+            except TimeoutError:
+                self.lose(f"{self.name} did not close its envs within {seconds:g} s")
+
+    def end(self) -> None:
+        """End at once; may be called twice."""
+        self.lose("it was ended")
+
+
+class ThreadHost(SlotsHost):
+    """Plays each slot in a thread of this process; one that hangs is left behind.
+
+    Args:
+        setup: of its episodes.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        loop = asyncio.get_running_loop()
+        self._threads = SlotThreads(setup, lambda event: loop.call_soon_threadsafe(self._receive, event))
+
+    def _send(self, message: Message) -> None:
         self._threads.post(message)
-
-    def _reply(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._hear, event)
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer."""
-        return self._threads.overdue()
 
     def give_up(self, slot: int, why: str) -> None:
         """Leave the thread of a slot behind."""
@@ -145,54 +191,10 @@ class ThreadHost(Host):
         if future is not None and not future.done():
             future.set_exception(HostLostError(why, hung=True, slot=slot))
 
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs, each in its thread."""
-        if closing := [asyncio.wrap_future(future) for future in self._threads.close_envs()]:
-            await asyncio.wait(closing, timeout=seconds)
-
-    def end(self) -> None:
-        """End the threads."""
-        self.lose("it was ended")
+    def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
+        """End the threads, each after the call that is under way."""
+        super().lose(why, hung=hung, slot=slot)
         self._threads.end()
-
-
-class WorkerHost(Host):
-    """A host in another process.
-
-    Args:
-        setup: what it plays.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__()
-        self._setup = setup
-
-    @abstractmethod
-    async def _ask(self, name: str) -> Any:
-        """What it answers to a question about all slots, "overdue" or "close_envs"."""
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        """What the host says; it is lost if it says nothing for long."""
-        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
-        try:
-            async with asyncio.timeout(limit):
-                return [tuple(one) for one in await self._ask("overdue") or ()]
-        except TimeoutError:
-            self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
-            return []
-
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs; a host that does not within its time is lost."""
-        try:
-            async with asyncio.timeout(seconds):
-                if not self.lost:
-                    await self._ask("close_envs")
-        except TimeoutError:
-            self.lose(f"{self.name} did not close its envs within {seconds:g} s")
-
-    def end(self) -> None:
-        """Nothing more is expected of it."""
-        self.lose("it was ended")
 
 
 class Hosts:
@@ -200,11 +202,10 @@ class Hosts:
 
     Args:
         count: how many.
-        seconds: for which the end of envs is waited for.
     """
 
-    def __init__(self, count: int, seconds: float = CLOSE_SECONDS) -> None:
-        self.count, self._seconds = count, seconds
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._hosts: dict[int, Host] = {}
         self._spares = itertools.count(count)
 
@@ -233,7 +234,7 @@ class Hosts:
 
     async def dismiss(self, host: Host) -> None:
         """A spare host is not needed any more."""
-        await host.close_envs(self._seconds)
+        await host.close_envs()
         host.end()
 
     async def rest(self, *, keep_envs: bool) -> None:
@@ -241,13 +242,13 @@ class Hosts:
         for number in [number for number, host in self._hosts.items() if number >= self.count or host.lost]:
             self._hosts.pop(number).end()
         if not keep_envs:
-            await asyncio.gather(*(host.close_envs(self._seconds) for host in self._hosts.values()))
+            await asyncio.gather(*(host.close_envs() for host in self._hosts.values()))
 
     async def close(self) -> None:
         """Close the envs and end all hosts; may be called twice."""
         hosts, self._hosts = self._hosts, {}
         try:
-            await asyncio.gather(*(host.close_envs(self._seconds) for host in hosts.values()))
+            await asyncio.gather(*(host.close_envs() for host in hosts.values()))
         finally:
             for host in hosts.values():
                 host.end()
@@ -263,11 +264,10 @@ class LocalHosts(Hosts):
     Args:
         make: makes one, in the driver's event loop.
         count: how many.
-        seconds: for which the end of envs is waited for.
     """
 
-    def __init__(self, make: Callable[[], Host], count: int = 1, seconds: float = CLOSE_SECONDS) -> None:
-        super().__init__(count, seconds)
+    def __init__(self, make: Callable[[], Host], count: int = 1) -> None:
+        super().__init__(count)
         self._make = make
 
     async def _start(self, number: int) -> Host:

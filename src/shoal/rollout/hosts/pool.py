@@ -1,4 +1,4 @@
-"""A vector env as a host: its envs are stepped abreast, in the thread that plays."""
+"""A vector env as a host: its envs are stepped together, in the thread that plays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.rollout.hosts.episodes import (
     EnvFailedError,
     EnvReplacedError,
     Event,
+    Playing,
     Reply,
     Reset,
     Step,
-    Story,
     in_env,
-    story,
+    played,
 )
 from shoal.rollout.hosts.host import Host
 from shoal.rollout.prompts import Prompter
@@ -44,12 +44,12 @@ class EnvPool(Protocol):
 class VectorHost(Host):
     """Plays each episode in the env of its index, modulo their number, once that is free.
 
-    What is said in one turn of the loop is done abreast.
+    Messages of one turn of the loop become one step.
 
     Args:
         pool: the envs.
         n_envs: how many.
-        role_of: what the agent knows of the env of a number, asked again when it is reset.
+        roles: what the agent knows of each kind of env.
         prompter: makes the prompts.
         env_retries: times an episode starts again after its env failed.
     """
@@ -58,75 +58,75 @@ class VectorHost(Host):
         self,
         pool: EnvPool,
         n_envs: int,
-        role_of: Callable[[int, str], Role],
+        roles: Mapping[str, Role],
         prompter: Prompter,
         env_retries: int,
     ) -> None:
         super().__init__()
-        self._pool, self._n_envs, self._role_of = pool, n_envs, role_of
+        self._pool, self._n_envs, self._roles = pool, n_envs, roles
         self._prompter, self._retries = prompter, env_retries
-        self._said: dict[int, Begin | Reply] = {}
-        self._stories: dict[int, Story] = {}
+        self._messages: dict[int, Begin | Reply] = {}
+        self._playing: dict[int, Playing] = {}
         self._env: dict[int, int] = {}  # by slot
         self._later: dict[int, Begin] = {}  # by env: an episode that waits for another one's end
 
-    async def close_envs(self, seconds: float) -> None:
+    async def close_envs(self) -> None:
         """Forget what was played; the envs are the pool's."""
-        self._said, self._stories, self._env, self._later = {}, {}, {}, {}
+        self._messages, self._playing, self._env, self._later = {}, {}, {}, {}
 
     def _send(self, message: Begin | Reply) -> None:
-        if not self._said:
+        if not self._messages:
             asyncio.get_running_loop().call_soon(self._move)
-        self._said[message.slot] = message
+        self._messages[message.slot] = message
 
     # --- one step or reset of all slots that have a message
     def _move(self) -> None:
-        said, self._said = self._said, {}
+        messages, self._messages = self._messages, {}
         try:
-            events = self._events(said)
+            events = self._events(messages)
         except BaseException as error:
-            for slot in said:
+            for slot in messages:
                 if not (future := self._open.pop(slot)).done():
                     future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
         for event in events:
-            self._hear(event)
+            self._receive(event)
 
-    def _events(self, said: Mapping[int, Begin | Reply]) -> list[Event]:
+    def _events(self, messages: Mapping[int, Begin | Reply]) -> list[Event]:
         """What each slot asks next, or how its episode ended."""
-        answers: dict[int, Any] = {}
-        for slot, message in said.items():
+        results: dict[int, Any] = {}
+        for slot, message in messages.items():
             if not isinstance(message, Begin):
-                answers[slot] = message
+                results[slot] = message
             elif (env := message.assignment.index % self._n_envs) in self._env.values():
                 self._later[env] = message
             else:
-                role = self._role_of(env, message.assignment.tag)
-                self._stories[slot] = story(message, role, self._prompter, self._retries)
-                self._env[slot], answers[slot] = env, None
+                role = self._roles[message.assignment.tag]
+                self._playing[slot] = played(message, role, self._prompter, self._retries)
+                self._env[slot], results[slot] = env, None
         events: list[Event] = []
-        while answers:
+        while results:
             resets: dict[int, Episode] = {}
             steps: dict[int, Step] = {}
-            for slot, answer in answers.items():
-                wish = self._go_on(slot, answer)
-                if isinstance(wish, Reset):
-                    resets[slot] = wish.episode
-                elif isinstance(wish, Step):
-                    steps[slot] = wish
+            for slot, result in results.items():
+                event = self._go_on(slot, result)
+                if isinstance(event, Reset):
+                    resets[slot] = event.episode
+                elif isinstance(event, Step):
+                    steps[slot] = event
                 else:
-                    events.append(wish)
-            answers = (self._step(steps) if steps else {}) | (self._reset(resets) if resets else {})
+                    events.append(event)
+            results = (self._step(steps) if steps else {}) | (self._reset(resets) if resets else {})
         return events
 
-    def _go_on(self, slot: int, answer: Any) -> Event | Reset | Step:
-        going = self._stories[slot]
+    def _go_on(self, slot: int, result: Any) -> Event | Reset | Step:
+        playing = self._playing[slot]
         try:
-            return going.throw(answer) if isinstance(answer, EnvFailedError) else going.send(answer)
+            return playing.throw(result) if isinstance(result, EnvFailedError) else playing.send(result)
         except StopIteration as end:
-            del self._stories[slot]
+            del self._playing[slot]
             if (later := self._later.pop(self._env.pop(slot), None)) is not None:
                 self._send(later)
             return end.value  # type: ignore[no-any-return]
@@ -134,7 +134,7 @@ class VectorHost(Host):
     def _reset(self, resets: Mapping[int, Episode]) -> dict[int, Any]:
         """Reset these envs; where one fails, each alone."""
         shown: dict[int, Observed] = {}
-        answers: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         try:
             shown = self._shown(resets)
         except (WorkerError, EnvError):
@@ -145,15 +145,9 @@ class VectorHost(Host):
                     timeout = isinstance(error, WorkerTimeoutError)
                     known = {"worker_error": str(error), "worker_timeout": timeout}
                     details = getattr(error, "details", None) or known
-                    answers[slot] = self._failure(slot, "reset", details, resets)
-
-        def begin(slot: int, observed: Observed) -> None:
-            episode = resets[slot]
-            episode.role = self._role_of(self._env[slot], episode.role.tag)
-            episode.begin(*observed)
-
-        recorded = {slot: _recorded("reset", partial(begin, slot, one)) for slot, one in shown.items()}
-        return answers | recorded
+                    results[slot] = self._failure(slot, "reset", details, resets)
+        begun = {slot: _recorded("reset", partial(resets[slot].begin, *one)) for slot, one in shown.items()}
+        return results | begun
 
     def _shown(self, resets: Mapping[int, Episode]) -> dict[int, Observed]:
         seeds = [episode.place.env_seed for episode in resets.values()]
@@ -162,31 +156,31 @@ class VectorHost(Host):
         )
 
     def _step(self, steps: Mapping[int, Step]) -> dict[int, Any]:
-        """Step these envs, all abreast; whether each episode has ended, or why its env failed."""
-        answers: dict[int, Any] = {}
+        """Step these envs together; whether each episode has ended, or why its env failed."""
+        results: dict[int, Any] = {}
         try:
             envs, actions = [self._env[slot] for slot in steps], [step.action for step in steps.values()]
-            results = self._pool.step_some(envs, actions)
+            stepped = self._pool.step_some(envs, actions)
         except WorkerError as error:  # an env failed for which there is no other
             if not error.details:
                 raise
             return {
-                slot: self._failure(slot, f"step({step.action!r})", error.details, self._stories)
+                slot: self._failure(slot, f"step({step.action!r})", error.details, self._playing)
                 for slot, step in steps.items()
             }
-        for (slot, step), result in zip(steps.items(), results, strict=True):
+        for (slot, step), result in zip(steps.items(), stepped, strict=True):
             doing, (_, _, terminated, truncated, info) = f"step({step.action!r})", result
             if info.get("worker_restarted"):
-                answers[slot] = self._failure(slot, doing, info, self._stories)
+                results[slot] = self._failure(slot, doing, info, self._playing)
             else:
                 failed = _recorded(doing, partial(step.episode.observe, *result))
-                answers[slot] = failed or bool(terminated or truncated)
-        return answers
+                results[slot] = failed or bool(terminated or truncated)
+        return results
 
     def _failure(
         self, slot: int, doing: str, info: Mapping[str, Any], slots: Iterable[int]
     ) -> EnvFailedError:
-        """What an episode ends with when its env failed, or that of another of these slots in the same worker."""
+        """Why an episode ends whose env failed, or that of another of these slots in the same worker."""
         env, summary = info.get("worker_env"), info.get("worker_summary")
         own = env == self._env[slot]
         words = f"{doing} failed: {summary}" if own else info.get("worker_error", "its env was replaced")
@@ -200,7 +194,7 @@ class VectorHost(Host):
 
 
 def _recorded(doing: str, record: Callable[[], None]) -> EnvFailedError | None:
-    """Record what an env shows; an env that answers what it must not has failed."""
+    """Record what an env shows; one that returns what it must not has failed."""
     try:
         in_env(doing, record)
     except EnvFailedError as error:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import pickle
-import shutil
 import socket
 import struct
 import sys
@@ -22,13 +21,29 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
-import msgspec
-
 from shoal.core.errors import ConfigError, WorkerDiedError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.workers import PRELOAD, WorkerProcess, describe_exit, dumps
-from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
-from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError, LocalHosts, ThreadHost, WorkerHost
+from shoal.rollout.hosts.episodes import (
+    START,
+    Event,
+    Message,
+    Report,
+    Setup,
+    SlotThreads,
+    decode_event,
+    decode_message,
+    encode,
+)
+from shoal.rollout.hosts.host import (
+    Host,
+    HostLostError,
+    Hosts,
+    HostsFailedError,
+    LocalHosts,
+    SlotsHost,
+    ThreadHost,
+)
 
 logger = logging.getLogger(__name__)
 PRELOAD.append(__name__)
@@ -38,41 +53,17 @@ _HEAD = struct.Struct("!i")
 """What multiprocessing sends before each message: its length."""
 
 
-class Here(msgspec.Struct, frozen=True, array_like=True, tag="here"):
-    """A host has its setup, and waits for episodes."""
-
-    pid: int
-
-
-class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
-    """What is asked of all slots: "overdue" or "close_envs"."""
-
-    name: str
-
-
-class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
-    """What came of a question: the slots that are overdue, and why."""
-
-    name: str
-    slots: list[tuple[int, str]]
-
-
-encode = msgspec.msgpack.Encoder().encode
-_to_host = msgspec.msgpack.Decoder(Begin | Reply | Question)
-_to_driver = msgspec.msgpack.Decoder(Here | Event | Answered)
-
-
 # --- the driver's side
 class Pipe(asyncio.Protocol):
     """This side of a connection of multiprocessing in an event loop; it waits for the other side neither way.
 
     Args:
-        hear: called with each message.
+        received: called with each message.
         ended: called when the other side is gone.
     """
 
-    def __init__(self, hear: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self._hear, self._ended = hear, ended
+    def __init__(self, received: Callable[[bytes], None], ended: Callable[[], None]) -> None:
+        self._received, self._ended = received, ended
         self._buffer, self._out = bytearray(), bytearray()
         self._transport: asyncio.WriteTransport | None = None
         self._closed = False
@@ -90,14 +81,14 @@ class Pipe(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Hear the messages that are whole."""
+        """Pass on the messages that are whole."""
         buffer, at = self._buffer, 0
         buffer += data
         while len(buffer) - at >= _HEAD.size:
             end = at + _HEAD.size + _HEAD.unpack_from(buffer, at)[0]
             if len(buffer) < end:
                 break
-            self._hear(bytes(memoryview(buffer)[at + _HEAD.size : end]))
+            self._received(bytes(memoryview(buffer)[at + _HEAD.size : end]))
             at = end
         del buffer[:at]
 
@@ -123,41 +114,46 @@ class Pipe(asyncio.Protocol):
             self._transport.abort()
 
 
-class PipeHost(WorkerHost):
+class PipeHost(SlotsHost):
     """A host at the other end of a pipe.
 
     Args:
-        setup: what it plays.
+        setup: of its episodes.
         process: the process of its own, which ends with it; None where another program runs it.
     """
 
+    name = "a worker process"
+
     def __init__(self, setup: Setup, process: WorkerProcess | None = None) -> None:
         super().__init__(setup)
-        self.pipe = Pipe(self._message, self._gone)
-        self.here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pipe = Pipe(lambda data: self._receive(decode_event(data)), self._gone)
         self._process = process
-        self._asked: dict[str, asyncio.Future[Any]] = {}
         if process is not None:
             asyncio.get_running_loop().add_reader(process.sentinel, self._gone)
 
-    def _send(self, message: Begin | Reply) -> None:
-        self.pipe.send(encode(message))
+    async def open(self, pipe: Any) -> PipeHost:
+        """This host, when it has its setup.
 
-    def _message(self, data: bytes) -> None:
-        message = _to_driver.decode(data)
-        if isinstance(message, Event):
-            self._hear(message)
-        elif isinstance(message, Here):
-            self.name = f"worker process {message.pid}"
-            if not self.here.done():
-                self.here.set_result(None)
-        elif (asked := self._asked.pop(message.name, None)) is not None and not asked.done():
-            asked.set_result(message.slots)
+        Raises:
+            HostsFailedError: it does not start.
+        """
+        started = self._expected(START)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._pipe.open(pipe)
+                self.name = f"worker process {(await started).pid}"
+        except TimeoutError as error:
+            self.end()
+            raise HostsFailedError(f"a worker process did not start within {START_SECONDS:g} s") from error
+        except HostLostError as error:
+            raise HostsFailedError(f"{error} before it played anything") from error
+        except BaseException:
+            self.end()
+            raise
+        return self
 
-    async def _ask(self, name: str) -> Any:
-        self._asked[name] = asyncio.get_running_loop().create_future()
-        self.pipe.send(encode(Question(name)))
-        return await self._asked[name]
+    def _send(self, message: Message) -> None:
+        self._pipe.send(encode(message))
 
     def _gone(self) -> None:
         """The connection or the process has ended."""
@@ -169,10 +165,7 @@ class PipeHost(WorkerHost):
         if self.lost:
             return
         super().lose(why, hung=hung, slot=slot)
-        if not self.here.done():
-            self.here.set_exception(HostsFailedError(f"{why} before it played anything"))
-            self.here.exception()  # nobody need be waiting for it
-        self.pipe.close()
+        self._pipe.close()
         if self._process is not None:
             asyncio.get_running_loop().remove_reader(self._process.sentinel)
             self._process.close()
@@ -193,12 +186,12 @@ class ProcessHosts(Hosts):
     """Hosts in processes, started when first needed and kept for the next rollout.
 
     Args:
-        setup: what they play.
+        setup: of their episodes.
         count: how many.
     """
 
     def __init__(self, setup: Setup, count: int) -> None:
-        super().__init__(count, setup.close_seconds)
+        super().__init__(count)
         self._setup, self._data = setup, pickled(setup)
 
     async def _start(self, number: int) -> Host:
@@ -207,28 +200,16 @@ class ProcessHosts(Hosts):
             process = WorkerProcess(serve_alone, (self._data,))
         except (OSError, WorkerDiedError) as error:
             raise HostsFailedError(f"no worker process can be started: {error}") from error
-        host = PipeHost(self._setup, process)
-        host.name = "a worker process"
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await host.pipe.open(process.pipe)
-                await host.here
-        except TimeoutError as error:
-            host.end()
-            raise HostsFailedError(f"a worker process did not start within {START_SECONDS:g} s") from error
-        except BaseException:
-            host.end()
-            raise
-        return host
+        return await PipeHost(self._setup, process).open(process.pipe)
 
 
 class JoblibHosts(ProcessHosts):
     """Tasks of a `joblib.Parallel`, which runs in a side thread and whose tasks connect from wherever they are.
 
-    Each is started once a rollout; in the place of one that is lost, or does not come, there is a process of its own.
+    Each is started once a rollout; a process of its own takes the place of one that is lost or does not connect.
 
     Args:
-        setup: what they play.
+        setup: of their episodes.
         count: how many tasks.
         backend: joblib's name of it.
     """
@@ -239,69 +220,70 @@ class JoblibHosts(ProcessHosts):
         super().__init__(setup, count)
         self._joblib, self._backend = joblib, backend
         self._thread = OwnThread("shoal-joblib")
-        self._begun: asyncio.Task[asyncio.Future[Any]] | None = None  # the tasks of this rollout
+        self._tasks: asyncio.Future[None] | None = None  # of this rollout
 
     async def _start(self, number: int) -> Host:
-        if self._begun is None:
-            self._begun = asyncio.ensure_future(self._begin())
-        tasks = await asyncio.shield(self._begun)
+        tasks = self._tasks = self._tasks or self._begin()
         if number not in self._wanted:  # a spare host, or a second one of that number
             return await super()._start(number)
         self._wanted.discard(number)
-        came = asyncio.ensure_future(self._came.get())
-        waiting: list[asyncio.Future[Any]] = [came, tasks]
-        await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if came.done():
-            return came.result()
-        came.cancel()
-        broke = tasks.exception() if tasks.done() else None
-        why = (
-            f"did not start within {START_SECONDS:g} s" if broke is None else f"broke: {format_error(broke)}"
-        )
+        connecting = asyncio.ensure_future(self._connected())
+        self._connecting.append(connecting)
+        try:
+            waiting: list[asyncio.Future[Any]] = [connecting, tasks]
+            await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            connecting.cancel()
+            raise
+        why = f"did not start within {START_SECONDS:g} s"
+        if connecting.done():
+            try:
+                return connecting.result()
+            except HostsFailedError as error:
+                why = f"failed: {error}"
+        elif tasks.done() and (broke := tasks.exception()) is not None:
+            why = f"broke: {format_error(broke)}"
+        connecting.cancel()
         logger.warning("a worker of joblib's %s %s; a process takes its place", self._backend, why)
         return await super()._start(number)
 
-    async def _begin(self) -> asyncio.Future[Any]:
-        """Listen in a folder of this user's own, and start the tasks."""
-        self._wanted, self._came, self._all = (
-            set(range(self.count)),
-            asyncio.Queue[PipeHost](),
-            list[PipeHost](),
-        )
-        self._folder = tempfile.mkdtemp(prefix="shoal-")
-        path = f"{self._folder}/hosts"
-        made = asyncio.get_running_loop().create_unix_server(self._comes, path, start_serving=False)
-        self._server = await made  # at once: what is broken off from here on can be closed
+    def _begin(self) -> asyncio.Future[None]:
+        """Start the tasks, which connect to a socket in a folder of this user's own."""
+        self._wanted, self._turn = set(range(self.count)), asyncio.Lock()
+        self._connecting: list[asyncio.Task[Host]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
+        path = f"{self._folder.name}/hosts"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(self.count)
+        self._listener.setblocking(False)
         tasks = asyncio.wrap_future(self._thread.submit(partial(self._run, path)))
         tasks.add_done_callback(lambda tasks: tasks.cancelled() or tasks.exception())
-        await self._server.start_serving()
         return tasks
 
     def _run(self, path: str) -> None:
         parallel = self._joblib.Parallel(n_jobs=self.count, backend=self._backend)
         parallel(self._joblib.delayed(connect_and_serve)(path, self._data) for _ in range(self.count))
 
-    def _comes(self) -> Pipe:
-        host = PipeHost(self._setup)
-        host.here.add_done_callback(lambda here: None if here.exception() else self._came.put_nowait(host))
-        self._all.append(host)
-        if self._begun is None:  # the rollout is over
-            host.end()
-        return host.pipe
+    async def _connected(self) -> Host:
+        """The host of the next task that connects."""
+        async with self._turn:
+            pipe, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        with pipe:
+            return await PipeHost(self._setup).open(pipe)
 
     async def rest(self, *, keep_envs: bool) -> None:
         """Close the envs and end the tasks."""
         del keep_envs
         await super().close()
-        begun, self._begun = self._begun, None
-        if begun is None:
-            return
-        tasks = await begun
-        self._server.close()
-        for host in self._all:  # also those that came too late
-            host.end()
-        await asyncio.wait([tasks], timeout=self._seconds)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        tasks, self._tasks = self._tasks, None
+        if tasks is not None:
+            for host in await asyncio.gather(*self._connecting, return_exceptions=True):
+                if isinstance(host, Host):  # also one that connected when the rollout was broken off
+                    host.end()
+            self._listener.close()  # which ends those that connected too late
+            await asyncio.wait([tasks], timeout=self._setup.close_seconds)
+            self._folder.cleanup()
 
     async def close(self) -> None:
         """End everything; joblib keeps its idle processes for a while."""
@@ -316,7 +298,7 @@ def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, An
     if backend == "serial":
         return None
     if backend == "threads":
-        return LocalHosts(partial(ThreadHost, setup), count, setup.close_seconds)
+        return LocalHosts(partial(ThreadHost, setup), count)
     if backend == "processes":
         return ProcessHosts(setup, count)
     if backend == "ray":
@@ -349,31 +331,20 @@ def unpickled(data: bytes) -> Setup:
 
 
 def serve(pipe: Any, data: bytes) -> None:
-    """Play what the driver at the other end of a connection asks for, until it is gone."""
+    """Play the episodes of the driver at the other end of a connection, until it is gone."""
     lock = threading.Lock()
 
-    def send(message: Here | Event | Answered) -> None:
-        encoded = encode(message)
+    def send(event: Event | Report) -> None:
+        encoded = encode(event)
         with lock, contextlib.suppress(OSError):  # the driver is gone, which the loop below sees
             pipe.send_bytes(encoded)
 
-    def close() -> None:
-        for closing in threads.close_envs():
-            closing.exception()
-        send(Answered("close_envs", []))
-
     threads = SlotThreads(unpickled(data), send)
     sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
-    send(Here(os.getpid()))  # from here on limits of envs count, imports of their modules do not
+    send(Report(START, os.getpid()))  # from here on limits of envs count, imports of their modules do not
     with contextlib.suppress(EOFError, OSError):
         while True:
-            message = _to_host.decode(pipe.recv_bytes())
-            if not isinstance(message, Question):
-                threads.post(message)
-            elif message.name == "overdue":
-                send(Answered("overdue", threads.overdue()))
-            else:
-                threading.Thread(target=close, daemon=True).start()
+            threads.post(decode_message(pipe.recv_bytes()))
     threads.close_envs()
     threads.end()
 

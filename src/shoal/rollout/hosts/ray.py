@@ -7,12 +7,10 @@ import contextlib
 import logging
 from typing import Any
 
-import msgspec
-
 from shoal.core.executors import connect_ray
-from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup
-from shoal.rollout.hosts.host import Host, HostsFailedError, ThreadHost, WorkerHost
-from shoal.rollout.hosts.processes import ProcessHosts, encode, unpickled
+from shoal.rollout.hosts.episodes import Message, Setup, decode_event, decode_message, encode
+from shoal.rollout.hosts.host import Host, HostsFailedError, SlotsHost, ThreadHost
+from shoal.rollout.hosts.processes import ProcessHosts, unpickled
 
 logger = logging.getLogger(__name__)
 MOST_CALLS = 100_000
@@ -20,8 +18,6 @@ ROOM_SECONDS = 30.0
 """For which room is waited for that one episode alone needs."""
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": "SPREAD"}
 """They reserve no CPU by default: two rollouts that keep their actors would wait for each other."""
-_to_host = msgspec.msgpack.Decoder(Begin | Reply)
-_to_driver = msgspec.msgpack.Decoder(Event)
 
 
 class _Actor:
@@ -30,49 +26,38 @@ class _Actor:
     def __init__(self, setup: bytes) -> None:
         self._setup = unpickled(setup)
 
-    async def ready(self) -> None:
-        """It is there."""
+    async def start(self) -> None:
+        """Begin, in the event loop of the actor."""
         self._host = ThreadHost(self._setup)
 
     async def tell(self, data: bytes) -> bytes:
-        return encode(await self._host.tell(_to_host.decode(data)))
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        return await self._host.overdue()
-
-    async def close_envs(self) -> None:
-        await self._host.close_envs(self._setup.close_seconds)
+        return encode(await self._host.tell(decode_message(data)))
 
 
-class RayHost(WorkerHost):
+class RayHost(SlotsHost):
     """An actor as a host."""
 
     name = "a Ray worker"
 
     def __init__(self, ray: Any, actor: Any, setup: Setup) -> None:
         super().__init__(setup)
-        self._ray, self.actor = ray, actor
+        self._ray, self._actor = ray, actor
         self._calls: set[asyncio.Task[None]] = set()
 
-    def _send(self, message: Begin | Reply) -> None:
-        call = asyncio.ensure_future(self._tell(message))
+    def _send(self, message: Message) -> None:
+        call = asyncio.ensure_future(self._call(encode(message)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _tell(self, message: Begin | Reply) -> None:
-        if (data := await self._ask("tell", encode(message))) is not None:
-            self._hear(_to_driver.decode(data))
-
-    async def _ask(self, name: str, *given: bytes) -> Any:
-        """What the actor answers; None, and it is lost, if it cannot."""
+    async def _call(self, data: bytes) -> None:
+        """Have the actor go on with a message; it is lost if it cannot."""
         why = "Ray was shut down"
         try:
             if self._ray.is_initialized():  # else a call would begin Ray anew
-                return await getattr(self.actor, name).remote(*given)
+                return self._receive(decode_event(await self._actor.tell.remote(data)))
         except self._ray.exceptions.RayError as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
-        self.lose(f"{self.name} was lost: {why}")
-        return None
+        return self.lose(f"{self.name} was lost: {why}")
 
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
         """Stop waiting for it, and kill the actor."""
@@ -81,7 +66,7 @@ class RayHost(WorkerHost):
             call.cancel()
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):
-                self._ray.kill(self.actor)
+                self._ray.kill(self._actor)
 
 
 class RayHosts(ProcessHosts):
@@ -91,7 +76,7 @@ class RayHosts(ProcessHosts):
     room.
 
     Args:
-        setup: what they play.
+        setup: of their episodes.
         count: how many.
         options: of each actor: `num_cpus`, `resources`, `runtime_env`, …
     """
@@ -117,7 +102,7 @@ class RayHosts(ProcessHosts):
         actor = self._ray.remote(_Actor).options(**self._options).remote(self._data)
         host = RayHost(self._ray, actor, self._setup)
         try:
-            await actor.ready.remote()
+            await actor.start.remote()
         except self._ray.exceptions.RayError as error:
             raise HostsFailedError(f"no Ray actor can be started: {error}") from error
         except BaseException:  # the others have played everything before there was room for it

@@ -129,11 +129,11 @@ class Judging:
     ) -> None:
         self._judge, self._results, self._task_of = judge, results, task_of
         self._groups: dict[int, list[Assignment]] = {}  # by the index of each member
-        self._asked: dict[int, Future[list[Trajectory]]] = {}  # by that of the first one
+        self._pending: dict[int, Future[list[Trajectory]]] = {}  # by that of the first one
         groups: dict[tuple[int, ...], list[Assignment]] = {}
         for one in assignments if judge is not None else ():
-            place = one.place.iteration, one.place.group, one.place.env_seed
-            groups.setdefault(place, []).append(one)
+            group = one.place.iteration, one.place.group, one.place.env_seed
+            groups.setdefault(group, []).append(one)
         for members in groups.values():
             self._groups |= dict.fromkeys((member.index for member in members), members)
             self.ended(members[0].index)
@@ -143,14 +143,14 @@ class Judging:
         members = self._groups.get(index, [])
         if self._judge is not None and all(member.index in self._results for member in members):
             episodes = [self._results[member.index] for member in members]
-            self._asked[members[0].index] = self._judge.judge(episodes, self._task_of(members[0]))
+            self._pending[members[0].index] = self._judge.judge(episodes, self._task_of(members[0]))
 
     def judged(self, failures: FailureLog) -> dict[int, Trajectory]:
         """The episodes of all groups with their scores."""
         found: dict[int, Trajectory] = {}
-        for first, asked in sorted(self._asked.items()):
+        for first, pending in sorted(self._pending.items()):
             try:
-                episodes = asked.result()
+                episodes = pending.result()
             except CancelledError as error:
                 raise WorkerError("the rollout was ended: its judge was closed") from error
             for member, episode in zip(self._groups[first], episodes, strict=True):
@@ -163,5 +163,5 @@ class Judging:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for asked in self._asked.values():
-            asked.cancel()
+        for pending in self._pending.values():
+            pending.cancel()

@@ -161,19 +161,19 @@ class CommandScorer:
         """What the last line of its output says."""
         given = json.dumps({"task": task, "episodes": [as_json(episode) for episode in episodes]})
         key = digest_of([self._config.command, given])
-        if (said := self._answers.get(key)) is not None:
-            return numbers_of(json.loads(said), len(episodes))
+        if (output := self._answers.get(key)) is not None:
+            return numbers_of(json.loads(output), len(episodes))
         scores = list[Scored]()
         for _ in range(self._config.retries + 1):
             try:
                 async with self._free:
-                    (said,) = await self._processes.ask(given, self._config.timeout)
-                scores = numbers_of(json.loads(said), len(episodes))
+                    (output,) = await self._processes.ask(given, self._config.timeout)
+                scores = numbers_of(json.loads(output), len(episodes))
                 if all(scored.value is not None or scored.abstains for scored in scores):
-                    self._answers.add(key, said)
+                    self._answers.add(key, output)
                     break
             except (ValueError, RecursionError):
-                scores = numbers_of(said, len(episodes))
+                scores = numbers_of(output, len(episodes))
             except FunctionFailedError as error:
                 scores = [Scored(None, str(error))] * len(episodes)
             except TimeoutError:
@@ -191,11 +191,11 @@ def serve_command(pipe: Any, words: Sequence[str]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             given = json.loads(pipe.recv_bytes())
-            with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
                 answer: Any
                 try:
-                    done = subprocess.run(words, input=f"{given}\n".encode(), stdout=said, stderr=errors)
-                    answer = [_last_line(said)]
+                    done = subprocess.run(words, input=f"{given}\n".encode(), stdout=output, stderr=errors)
+                    answer = [_last_line(output)]
                     if done.returncode:
                         last = _last_line(errors) or "nothing on standard error"
                         answer = f"the command {describe_exit(done.returncode)}: {last[:300]}"
@@ -237,7 +237,7 @@ class ModelScorer:
         self._client = HttpClient(model.base_url, policy, key_of(model))
         self._free = asyncio.Semaphore(config.concurrency)
         self._asked: dict[str, asyncio.Task[str]] = {}
-        self._heard = -math.inf  # when it last answered
+        self._last_answer = -math.inf  # when it last answered
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the model answers about each."""
@@ -272,11 +272,11 @@ class ModelScorer:
         for _ in range(self._config.retries + 1):
             async with self._free:
                 # while this one waited, others may have asked in vain
-                if time.monotonic() - max(began, self._heard) > patience:
+                if time.monotonic() - max(began, self._last_answer) > patience:
                     why = f"{self._client.url} has answered nothing for {patience:g} s (patience)"
                     raise EngineError(why)
                 reply = await self._client.request("POST", "/chat/completions", body, key)
-                self._heard = time.monotonic()
+                self._last_answer = time.monotonic()
             try:
                 answer = whole_characters(reply["choices"][0]["message"]["content"] or "")
             except (AttributeError, LookupError, TypeError) as error:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
-from shoal.envs.calls import Grammar, read_calls, with_tools, written_call, written_result
+from shoal.envs.calls import Grammar, read_calls, tagged_calls, with_tools, written_call, written_result
 from shoal.rollout.tools.functions import Tool
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
-from shoal.samplers.tokenizers import TemplateTokenizer
+from shoal.samplers.tokenizers import TemplateTokenizer, TinyTokenizer
 
 MAX_TURNS = 8
 """Default of `agent_proxy.max_tool_turns`."""
 
 
 class ToolChat:
-    """A `ChatTokenizer` that shows tools; whatever else the tokenizer can, it can too.
+    """How one model is shown tools, calls them and is shown their results.
 
     Args:
         tokenizer: of the model.
@@ -32,56 +31,50 @@ class ToolChat:
         max_turns: responses with calls in an episode; behind the last of them it is truncated.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, tools: Sequence[Tool], max_turns: int = MAX_TURNS) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, tools: Sequence[Tool] = (), max_turns: int = MAX_TURNS
+    ) -> None:
         self.max_turns = max_turns
         self.tools = {tool.name: tool for tool in tools}
+        self.tokenizer = tokenizer
+        """Makes the prompts: its template writes the tools, where it can."""
+        self.grammar: Grammar = "tags"
         schemas = [tool.schema for tool in tools]
-        own = None
+        self._tiny = isinstance(tokenizer, TinyTokenizer)  # each letter is a token: what it is shown is short
         self._template: TemplateTools | None = None
+        self._description = ""  # of the tools, for the system message
         if isinstance(tokenizer, TemplateTokenizer):
-            own = TemplateTools.writing(tokenizer, schemas)
+            own = TemplateTools.writing(tokenizer, schemas) if schemas else None
             self._template = own or TemplateTools(tokenizer)
-        self.inner: Any = own.tokenizer if own else tokenizer
-        self.grammar: Grammar = (own.grammar if own else None) or "tags"
-        self._own, self._brief = own is not None, bool(getattr(tokenizer, "brief", False))
-        self._told = " ".join(map(_signature, tools)) if self._brief else with_tools("", schemas)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # of a copy that is still empty
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+            if own is not None:
+                self.tokenizer, self.grammar = own.tokenizer, own.grammar or "tags"
+        if tools and self.tokenizer is tokenizer:
+            self._description = " ".join(map(_signature, tools)) if self._tiny else with_tools("", schemas)
 
     # --- prompts
-    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt for a chat, tools and all."""
-        return tuple(self.inner.start(self._with_tools(messages)))
-
-    @property
-    def render(self) -> Any:
-        """The chat as the template writes it, where there is one."""
-        render = self.inner.render
-        return lambda messages: render(self._with_tools(messages))
+    def with_tools(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a chat, with the tools in that of the system where the template does not write them."""
+        if not self._description:
+            return list(messages)
+        begins = messages[0]["role"] == "system"
+        system = messages[0]["content"] if begins else ""
+        text = "\n\n".join(filter(None, (system, self._description)))
+        return [{"role": "system", "content": text}, *messages[begins:]]
 
     def extend_results(self, response_ids: tuple[int, ...], uses: Sequence[ToolUse]) -> tuple[int, ...]:
         """What follows a response with calls: its end, the results in the order of the calls, the next header."""
         if self._template is not None:
             return self._template.extend(response_ids, [use.shown for use in uses])
-        return tuple(self.inner.extend(response_ids, *self.messages(uses)))
+        [message] = self.messages(uses)
+        return self.tokenizer.extend(response_ids, message)
 
     def messages(self, uses: Sequence[ToolUse]) -> list[Message]:
         """The results as messages of the chat."""
         if self._template is not None:
             return self._template.messages([use.shown for use in uses])
-        if self._brief:
-            return [{"role": "user", "content": "".join(map(_brief_result, uses))}]
+        if self._tiny:
+            return [{"role": "user", "content": "".join(map(_short_result, uses))}]
         return [{"role": "user", "content": "\n".join(written_result(use.shown) for use in uses)}]
-
-    def _with_tools(self, messages: Sequence[Message]) -> list[Message]:
-        if self._own:
-            return list(messages)
-        system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-        told: Message = {"role": "system", "content": "\n\n".join(filter(None, (system, self._told)))}
-        return [told, *messages[bool(system) :]]
 
     # --- answers
     def read(self, text: str, otherwise: Reader) -> Projected:
@@ -89,8 +82,26 @@ class ToolChat:
         calls = read_calls(text, self.grammar)
         if not calls:
             return otherwise(text)
-        valid = all(call.error is None and call.name in self.tools for call in calls)
-        return Projected((), valid, tuple(map(self._checked, calls)))
+        return Projected((), all(map(self._known, calls)), tuple(map(self._checked, calls)))
+
+    def split(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """What a response says beside its calls, and these; a call that is broken, or of no known tool, stays text."""
+        if self.grammar == "json":  # nothing but calls stands behind the thoughts
+            calls = tuple(read_calls(text, self.grammar))
+            if not calls or not all(map(self._known, calls)):
+                return text, ()
+            return "".join(text.rpartition("</think>")[:2]).strip(), calls
+        found = [one for one in tagged_calls(text) if self._known(one.call)]
+        if not found:
+            return text, ()
+        ends = [0, *(one.end for one in found)]
+        pieces = (
+            text[end:start] for end, start in zip(ends, [*(one.start for one in found), None], strict=True)
+        )
+        return "".join(pieces).strip(), tuple(one.call for one in found)
+
+    def _known(self, call: ToolCall) -> bool:
+        return call.error is None and call.name in self.tools
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.error is not None:
@@ -103,7 +114,7 @@ class ToolChat:
         """A call as this model writes it."""
         if self.grammar == "json":
             return json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False)
-        if self._brief:
+        if self._tiny:
             inside = json.dumps(call.arguments, ensure_ascii=False)[1:-1]
             return f"{_opening(call.name)}{inside}{_CLOSING}"
         return written_call(call)
@@ -117,7 +128,7 @@ def _opening(name: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{'
 
 
-def _brief_result(use: ToolUse) -> str:
+def _short_result(use: ToolUse) -> str:
     return f"<tool_response>{use.shown}</tool_response>"
 
 

@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as a model is told of it."""
+    """A tool as a model is shown it."""
 
     name: str
     description: str

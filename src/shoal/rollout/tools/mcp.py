@@ -102,7 +102,7 @@ class McpServer:
         return [tool for tool in listed if not names or tool.name in names]
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, bool]:
-        """What a tool said, and whether that is an error.
+        """The text of a tool's result, and whether that is an error.
 
         Raises:
             TimeoutError: it did not answer in time.
@@ -247,8 +247,8 @@ def _holds(texts: list[str], data: Any) -> bool:
     written = {"".join(json.dumps(data, ensure_ascii=ascii).split()) for ascii in (True, False)}
     if any(one in "".join(text.split()) for text in texts for one in written):
         return True
-    said = list(map(_value, texts))
-    found = [texts, said, *texts, *said] if len(texts) == 1 else [texts, said] if texts else []
+    values = list(map(_value, texts))
+    found = [texts, values, *texts, *values] if len(texts) == 1 else [texts, values] if texts else []
     wrapped = isinstance(data, dict) and set(data) == {"result"}
     return data in found or (wrapped and data["result"] in found)
 

@@ -32,7 +32,7 @@ FILE = "tools.json"
 """Of a run folder: what the model was told of its tools."""
 RECORD = "tool_uses.jsonl"
 """Of a run folder: what they answered, in all episodes."""
-_Place = tuple[str, int, int, int, int, int, int]
+_TurnId = tuple[str, int, int, int, int, int, int]
 """Env, iteration, group, member, env seed, version of the weights, and turn."""
 
 
@@ -77,7 +77,7 @@ class Toolbox(Closing):
         self.tools: dict[str, Tool] = {}
         self._started: list[McpServer] = []
         self._servers: dict[str, McpServer] = {}  # by the names of their tools
-        self._answers: dict[_Place, tuple[ToolUse, ...]] | None = None
+        self._answers: dict[_TurnId, tuple[ToolUse, ...]] | None = None
         self._record: Path | None = None
         self._loop = Loop("shoal-tools") if items else None
         try:
@@ -117,11 +117,9 @@ class Toolbox(Closing):
             for tool in listed
         ]
 
-    def chat(self, tokenizer: ChatTokenizer) -> Any:
-        """The tokenizer, with these tools in its prompts; as it is where there are none, or it has them."""
-        if isinstance(tokenizer, ToolChat):
-            return tokenizer
-        return ToolChat(tokenizer, list(self.tools.values()), self._max_turns) if self.tools else tokenizer
+    def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
+        """How a model with this tokenizer is shown these tools; None where there are none."""
+        return ToolChat(tokenizer, list(self.tools.values()), self._max_turns) if self.tools else None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -145,7 +143,7 @@ class Toolbox(Closing):
                 append_line(self._record, msgspec.json.encode(answered) + b"\n")
 
     # --- calls
-    async def use(self, calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
+    async def use(self, calls: Sequence[ToolCall], place: _TurnId) -> tuple[ToolUse, ...]:
         """What came of the calls that hosts do not make, all at once, in their order; from any event loop.
 
         Raises:
@@ -201,13 +199,13 @@ def recorded_tools(run: Path) -> list[Tool]:
         raise DataError(f"{run / FILE} does not describe tools: {error}") from error
 
 
-def _answers_of(run: Path) -> dict[_Place, tuple[ToolUse, ...]]:
+def _answers_of(run: Path) -> dict[_TurnId, tuple[ToolUse, ...]]:
     if not (run / RECORD).exists():
         raise ConfigError(f"recorded: {run} has no {RECORD}: no tool was called in it")
-    return dict(whole_lines(run / RECORD, tuple[_Place, tuple[ToolUse, ...]]))
+    return dict(whole_lines(run / RECORD, tuple[_TurnId, tuple[ToolUse, ...]]))
 
 
-def _recorded(uses: Sequence[ToolUse], calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
+def _recorded(uses: Sequence[ToolUse], calls: Sequence[ToolCall], place: _TurnId) -> tuple[ToolUse, ...]:
     """The recorded results of these calls, which are in the order of the recorded ones."""
     left, found = iter(uses), list[ToolUse]()
     for call in calls:

@@ -281,9 +281,9 @@ class HuggingFaceEngine:
 
     def pick(self, scores: Tensor, groups: Sequence[Sequence[Row]]) -> None:
         """Sample or choose the next token of each row, from the scores of its group, and note it."""
-        heats = [members[0].request.sampling.temperature or 1.0 for members in groups]
-        heat = torch.tensor(heats, device=scores.device)[:, None]
-        logprobs = (scores.float() / heat).log_softmax(-1).cpu().numpy()
+        temperatures = [members[0].request.sampling.temperature or 1.0 for members in groups]
+        temperature = torch.tensor(temperatures, device=scores.device)[:, None]
+        logprobs = (scores.float() / temperature).log_softmax(-1).cpu().numpy()
         for array, members in zip(logprobs, groups, strict=True):
             for row in members:
                 row.take(array)

@@ -9,6 +9,7 @@ is how it is tested.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 from collections import deque
@@ -127,7 +128,7 @@ class Shown:
 class Draw(NamedTuple):
     """How the next token of each of `B` answers is drawn; on the device of the network."""
 
-    heat: Tensor  # [B, 1] float32: scores are divided by it
+    temperature: Tensor  # [B, 1] float32: scores are divided by it
     keys: Tensor  # [B, 4] int64: the words of the noise
     noisy: Tensor  # [B, 1] bool: False is greedy
     limits: Tensor  # [B, 3] float64: min_p, top_k and top_p, which may be off
@@ -138,11 +139,12 @@ class Draw(NamedTuple):
         """How these draw."""
         samplings, noises = [row.request.sampling for row in rows], [row.noise for row in rows]
         words = np.stack([np.zeros(4) if noise is None else noise.words for noise in noises]).astype(np.int64)
-        heat = torch.tensor([[sampling.temperature or 1.0] for sampling in samplings])
+        temperature = torch.tensor([[sampling.temperature or 1.0] for sampling in samplings])
         noisy = torch.tensor([[noise is not None] for noise in noises])
         limits = torch.tensor([_limits(sampling) for sampling in samplings], dtype=torch.float64)
         drawn = torch.tensor([len(row.written) for row in rows])
-        return cls(*(part.to(device) for part in (heat, torch.from_numpy(words), noisy, limits, drawn)))
+        parts = temperature, torch.from_numpy(words), noisy, limits, drawn
+        return cls(*(part.to(device) for part in parts))
 
     def pick(self, scores: Tensor, *, limited: bool) -> tuple[Tensor, Tensor]:
         """The tokens `[B]` that are drawn from scores `[B, V]`, and their log-probabilities.
@@ -151,7 +153,7 @@ class Draw(NamedTuple):
             scores: of the next token.
             limited: whether some answers have limits.
         """
-        logprobs = (scores.float() / self.heat).log_softmax(-1)
+        logprobs = (scores.float() / self.temperature).log_softmax(-1)
         if limited:
             logprobs = within_limits(logprobs, self.limits)
         noise = gumbel(self.keys, self.drawn, logprobs.shape[1])
@@ -190,9 +192,9 @@ class Slots:
 
     def __init__(self, model: nn.Module, most: int, most_tokens: int) -> None:
         self.model, self.most, self.most_tokens = model, most, most_tokens
-        self.answers: list[Row | None] = []
-        """Who is in each slot."""
-        self.columns = 0
+        self.answers: dict[int, Row] = {}
+        """By slot: who is in it."""
+        self.columns = self._slots = 0
         self._memory: Tensor | None = None  # [layers, 2, slots, heads, columns, width]
         self._graphs: dict[Any, Any] = {}  # by slots, columns, and whether some answers have limits
         self._pool: Any = None
@@ -211,11 +213,6 @@ class Slots:
             self._out = torch.zeros(2, most, dtype=torch.float64, device=device)
 
     # --- who is in
-    @property
-    def under_way(self) -> int:
-        """Answers in the making."""
-        return sum(answer is not None for answer in self.answers)
-
     def fit(self, tokens: int) -> int:
         """How many slots there are for answers of so many tokens, prompt included.
 
@@ -233,9 +230,9 @@ class Slots:
 
     def free(self, tokens: int) -> int:
         """How many answers of so many tokens may enter now; none as long as the others need another shape."""
-        if columns_for(tokens) > self.columns and self.under_way:
+        if columns_for(tokens) > self.columns and self.answers:
             return 0
-        return self.fit(max(tokens, self.columns if self.under_way else 0)) - self.under_way
+        return self.fit(max(tokens, self.columns if self.answers else 0)) - len(self.answers)
 
     def enter(self, answers: Sequence[Row], cache: Any, mask: Tensor, sources: list[int]) -> None:
         """Put answers into free slots.
@@ -249,11 +246,9 @@ class Slots:
         self._reserve(cache, max(answer.most_tokens for answer in answers))
         assert self._memory is not None
         device = mask.device
-        slots = [number for number in range(len(self.answers)) if self.answers[number] is None][
-            : len(answers)
-        ]
-        for slot, answer in zip(slots, answers, strict=True):
-            self.answers[slot] = answer
+        free = (slot for slot in range(self._slots) if slot not in self.answers)
+        slots = list(itertools.islice(free, len(answers)))
+        self.answers |= zip(slots, answers, strict=True)
         there, source = torch.tensor(slots, device=device), torch.tensor(sources, device=device)
         rows, columns = mask[source].nonzero(as_tuple=True)
         target = (mask.cumsum(1) - 1)[source][rows, columns]
@@ -270,30 +265,25 @@ class Slots:
         columns = columns_for(tokens)
         if columns <= self.columns and self._memory is not None:
             return
-        assert not self.under_way
+        assert not self.answers
         self.clear()
         slots, (_, heads, _, width) = self.fit(tokens), cache.layers[0].keys.shape
         size = (len(cache.layers), 2, slots, heads, columns, width)
         self._memory = cache.layers[0].keys.new_zeros(size)
-        self.columns, self.answers = columns, [None] * slots
+        self.columns, self._slots = columns, slots
         self._cache = DynamicCache()
         self._cache.layers = [SlotLayer(memory, self._shown) for memory in self._memory]
 
-    def leave(self, slot: int, *, copied: bool) -> Prefix | None:
-        """Take an answer that has ended out; if asked for, a copy of the keys and values of what was fed of it."""
-        answer = self.answers[slot]
-        assert answer is not None
+    def copied(self, slot: int) -> Prefix:
+        """The keys and values of what was fed of an answer."""
         assert self._memory is not None
-        self.answers[slot] = None
-        if not copied:
-            return None
-        tokens = answer.context[:-1]  # the last token was picked and never fed
+        tokens = self.answers[slot].context[:-1]  # the last token was picked and never fed
         kept = self._memory[:, :, slot, :, : len(tokens)].clone()
         return Prefix(tokens, tuple((keys, values) for keys, values in kept))
 
     def clear(self) -> None:
         """Give the memory back, and let everybody go."""
-        self.answers, self.columns, self._memory, self._pool = [], 0, None, None
+        self.answers, self.columns, self._memory, self._pool = {}, 0, None, None
         self._graphs.clear()
 
     def forget_graphs(self) -> None:
@@ -303,22 +293,17 @@ class Slots:
     # --- a step
     def step(self) -> list[int]:
         """Write the next token of each answer; the slots of those that ended."""
-        taken = [slot for slot, answer in enumerate(self.answers) if answer is not None]
-        longest = max(len(answer.context) for answer in self.answers if answer is not None)
-        if taken[-1] >= 2 * len(taken):
-            taken = self._closed_up(taken)
-        rows, columns = rows_for(taken[-1] + 1, len(self.answers)), min(columns_for(longest), self.columns)
+        answers = self.answers.values()
+        longest = max(len(answer.context) for answer in answers)
+        if max(self.answers) >= 2 * len(self.answers):
+            self._close_up()
+        rows, columns = rows_for(max(self.answers) + 1, self._slots), min(columns_for(longest), self.columns)
         self._shown.rows, self._shown.columns = rows, columns
-        self._play(rows, columns, any(self.answers[slot].request.sampling.restricted for slot in taken))  # type: ignore[union-attr]
+        self._play(rows, columns, any(answer.request.sampling.restricted for answer in answers))
         tokens, logprobs = self._out[:, :rows].cpu().numpy()
-        ended = []
-        for slot in taken:
-            answer = self.answers[slot]
-            assert answer is not None
+        for slot, answer in self.answers.items():
             answer.note(int(tokens[slot]), float(logprobs[slot]))
-            if answer.ended:
-                ended.append(slot)
-        return ended
+        return [slot for slot, answer in self.answers.items() if answer.ended]
 
     def _play(self, *step: Any) -> None:
         """Compute a step, by its graph where there are graphs."""
@@ -365,16 +350,15 @@ class Slots:
         draw.drawn.add_(1)
         length.add_(1).clamp_(max=self.columns - 1)  # a free slot steps in place
 
-    def _closed_up(self, taken: list[int]) -> list[int]:
+    def _close_up(self) -> None:
         """Move the answers to the first slots."""
         assert self._memory is not None
-        there = torch.tensor(taken, device=self._fed.device)
-        kept = len(taken)
+        there = torch.tensor(list(self.answers), device=self._fed.device)
+        kept = len(self.answers)
         self._memory[:, :, :kept] = self._memory[:, :, there]
         for state in (self._shown.length, self._fed, *self._draw):
             state[:kept] = state[there]
-        self.answers = [self.answers[slot] for slot in taken] + [None] * (len(self.answers) - kept)
-        return list(range(kept))
+        self.answers = dict(enumerate(self.answers.values()))
 
 
 def columns_for(tokens: int) -> int:
@@ -470,11 +454,9 @@ class Decoder:
             self._begin(entering)
         if self._under_way:
             for slot in self.slots.step():
-                row: Any = self.slots.answers[slot]
-                prefix = self.slots.leave(slot, copied=self.engine.keeps_prefixes)
-                if prefix is not None:
-                    self.engine.prefixes.keep(prefix)
-                self._answer(row)
+                if self.engine.keeps_prefixes:
+                    self.engine.prefixes.keep(self.slots.copied(slot))
+                self._answer(self.slots.answers.pop(slot))
 
     def _entering(self) -> list[Row]:
         """Who enters now: in the order in which they came, as many as there are slots for."""

@@ -134,8 +134,8 @@ class OpenAIEngine(Closing):
     @property
     def capabilities(self) -> Capabilities:
         """What this server can do; exact tokens and log-probabilities need a tokenizer here."""
-        by_tokens, adapters = self.dialect.by_tokens, bool(self._kind.adapter)
-        return Capabilities(self.level, by_tokens, by_tokens, adapters=adapters, images=not by_tokens)
+        by_tokens = self.dialect.by_tokens
+        return Capabilities(by_tokens, by_tokens, adapters=bool(self._kind.adapter))
 
     # --- rollouts
     generate = generate
@@ -356,7 +356,7 @@ def _limits(sampling: Sampling, *, off: int = -1) -> dict[str, float]:
 
 
 def _shared(request: Request, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """What vLLM and SGLang are told alike; penalties too, since they take others from a model's folder."""
+    """What vLLM and SGLang are sent alike; penalties too, since they take others from a model's folder."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,

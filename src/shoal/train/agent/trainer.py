@@ -143,7 +143,8 @@ class AgentTrainer(Closing):
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
-        self._prompter = Prompter(config.agent_proxy.prompt, self.toolbox.chat(policy.tokenizer))
+        chat = self.toolbox.chat(policy.tokenizer)
+        self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer, chat)
         config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, self._prompter))
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:

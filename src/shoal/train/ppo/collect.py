@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import EnvError, WorkerDiedError, WorkerTimeoutError
-from shoal.core.executors import available_cpus
+from shoal.core.executors import available_cpus, free_cpus
 from shoal.core.workers import StartMethod
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.arrays.steps import EnvSlice, StepRollout, VectorSteps
@@ -250,16 +250,17 @@ class Experience:
         """0 for in-process stepping."""
         if self.backend == "serial" or (self.backend == "auto" and self.num_workers == 0):
             return 0
-        workers = min(self.num_workers or available_cpus(), self.n_envs)
         if self.backend == "process" or self.num_workers is not None:
-            return max(1, workers)
+            return max(1, min(self.num_workers or available_cpus(), self.n_envs))
+        free = free_cpus()
+        workers = min(free, self.n_envs)
         chosen = workers if workers_pay(
             self.facts.step_seconds, self.agent.config.n_steps, self.n_envs, workers,
             compiled=isinstance(self.agent.learner, CompiledLearner), steps=total_timesteps or 1_000_000,
         ) else 0  # fmt: skip
         logger.info(
-            "a step takes %.0f us: %s", 1e6 * self.facts.step_seconds,
-            f"{chosen} workers" if chosen else "stepping in this process",
+            "a step takes %.0f us, and %d of %d cores are free: %s", 1e6 * self.facts.step_seconds, free,
+            available_cpus(), f"{chosen} workers" if chosen else "stepping in this process",
         )  # fmt: skip
         return chosen
 

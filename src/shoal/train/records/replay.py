@@ -147,8 +147,8 @@ class Replay(Closing):
             )
         role = self._role(record.env)
         sampler, tokenizer, source = self._source(found)
-        if self.tools:
-            tokenizer = ToolChat(tokenizer, self.tools, self.config.agent_proxy.max_tool_turns)
+        proxy = self.config.agent_proxy
+        tools = ToolChat(tokenizer, self.tools, proxy.max_tool_turns) if self.tools else None
         if fork is not None and sampler is None:
             raise ConfigError(
                 f"nothing can play on after the fork, since the weights that wrote {found.name} are not in {self.run}: "
@@ -157,9 +157,9 @@ class Replay(Closing):
         if fork is not None and not 1 <= fork[0] <= max(1, len(record.turns)):
             raise ConfigError(f"{found.name} has turns 1 to {len(record.turns)}, got {fork[0]}")
         exact = fork is None and (sampler is None or self.sampler in ("auto", "checkpoint"))
-        episode = Episode(self._place(found), role, Prompter(self.config.agent_proxy.prompt, tokenizer),
+        episode = Episode(self._place(found), role, Prompter(proxy.prompt, tokenizer, tools),
                           self._sampling(found))  # fmt: skip
-        prompt = replace(self.config.agent_proxy.prompt, **role.prompt)
+        prompt = replace(proxy.prompt, **role.prompt)
         writer = _Writer(record, role, tokenizer, sampler, fork, prompt)
         env = resolve_text(*self._kind(record.env))()
         try:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.filters import filter_groups
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.policy import Critic
+from shoal.train.agent.run.filters import filter_groups
 from shoal.train.agent.update import Learner, Totals, gradient_step, prepare_samples
 
 BUDGET = 9

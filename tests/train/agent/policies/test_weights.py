@@ -152,7 +152,7 @@ class Bare:
 
 
 WORDS = ["Down", "Left", "Right", "Up"]
-MESSAGES = Capabilities("L0", token_ids=False, logprobs=False, weights=True)
+MESSAGES = Capabilities(token_ids=False, logprobs=False, weights=True)
 
 
 @pytest.mark.parametrize(

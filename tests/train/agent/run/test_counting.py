@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.filters import filter_groups
 from shoal.rollout.plan import slot_of
 from shoal.train.agent.algorithms.advantages import ESTIMATORS, critic_advantages, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.run.filters import filter_groups
 from shoal.train.agent.run.metrics import rollout_metrics
 from shoal.train.agent.run.playing import best_groups
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.rollout.episode import Role
-from shoal.rollout.filters import discounted
 from shoal.train.advice import Rejected
 from shoal.train.agent.algorithms.advantages import has_signal
 from shoal.train.agent.batch.samples import was_cut
 from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.run.filters import discounted
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -52,9 +52,10 @@ def program_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         row["program_errors"] = failed / len(whole)
     if refused := sum(one.count for asked in requests for one in asked.refused):
         row["refused_requests"] = float(refused)
-    for one in (one for asked in requests for one in asked.overridden):
-        name = f"overridden/{one.what.partition('=')[0]}"
-        row[name] = row.get(name, 0.0) + one.count
+    for kind in ("overridden", "unenforced"):
+        for one in (one for asked in requests for one in getattr(asked, kind)):
+            name = f"{kind}/{one.what.partition('=')[0]}"
+            row[name] = row.get(name, 0.0) + one.count
     return row
 
 

@@ -10,14 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
-from shoal.rollout.collector import collect_with_signal
-from shoal.rollout.filters import discounted
 from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig, FilterType
 from shoal.train.agent.optimizer import LOWER
 from shoal.train.agent.processes.distributed import Processes
+from shoal.train.agent.run.filters import collect_with_signal, discounted
 
 logger = logging.getLogger(__name__)
 

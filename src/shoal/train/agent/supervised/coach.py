@@ -141,7 +141,7 @@ class Coach:
         word, learned, rng = info[ANSWER]
         words = list(word) if isinstance(word, tuple | list) else [word]
         called = [part.name for part in words if isinstance(part, ToolCall)]
-        if called and not hasattr(self.tokenizer, "written"):
+        if called and self._prompter.tools is None:
             raise ConfigError(
                 f"the warm-up of {self._at[i][1]!r} calls the tool {called[0]!r}, and there are no tools: "
                 f"name them in agent_proxy.tools, or set warmup.steps=0"
@@ -168,8 +168,8 @@ class Coach:
         role = self._roles[self._at[i][1]]
         prompt = self._prompter.variant(role.prompt).config
         if isinstance(word, ToolCall):
-            tools: Any = self.tokenizer
-            answer = tools.encode(tools.written(word)) + tools.end_ids[:1]
+            tools: Any = self._prompter.tools
+            answer = self.tokenizer.encode(tools.written(word)) + tools.tokenizer.end_ids[:1]
         else:
             answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
         context = self._context

@@ -15,11 +15,11 @@ import numpy as np
 from shoal.core.data import Call, Trajectory
 from shoal.core.seeding import stream
 from shoal.rollout.episode import Role
-from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch.samples import Sample, make_samples
 from shoal.train.agent.run.answers import answer_ids
+from shoal.train.agent.run.filters import filter_groups
 from shoal.train.agent.supervised.warmup import imitate
 from shoal.train.agent.update import Learner
 

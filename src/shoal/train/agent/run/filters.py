@@ -1,4 +1,4 @@
-"""Group filters: groups whose members have different returns.
+"""Groups whose members have different returns: filtered, and played until there are enough (dynamic sampling).
 
 The task's own reward is compared, never a shaped one, and failed episodes take no part.
 """
@@ -9,8 +9,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.core.data import Trajectory
+from shoal.samplers.sampler import Sampling
 
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation count as equal."""
@@ -97,3 +99,43 @@ def next_refill(wanted: int, with_signal: int, played: int) -> int:
     """
     missing = wanted - with_signal
     return min(wanted, math.ceil(missing * played / max(1, with_signal)))
+
+
+class Collector(Protocol):
+    """Plays groups of episodes."""
+
+    tags: tuple[str, ...]
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member."""
+
+
+def collect_with_signal(
+    collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int, gamma: float = 1.0
+) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
+    """Dynamic sampling: play whole groups, in the order of the plan, until enough of them have different rewards.
+
+    Args:
+        collector: plays the groups; further batches are new groups with seeds of their own.
+        iteration: names the seeds.
+        sampling: how tokens are picked.
+        max_batches: of groups, at most.
+        gamma: discount a turn, see `filter_groups`.
+
+    Returns:
+        All trajectories played, those to learn from (whole episodes of at most as many groups as the collector has
+        tags), and the report.
+    """
+    wanted = len(collector.tags)
+    played: list[Trajectory] = []
+    n_groups = wanted
+    first, batch = 0, 0
+    while True:
+        played += collector.collect(iteration, sampling, first_group=first, n_groups=n_groups)
+        first, batch = first + n_groups, batch + 1
+        kept, report = filter_groups(played, wanted, batch, gamma)
+        if report.with_signal >= wanted or batch >= max_batches:
+            return played, kept, report
+        n_groups = next_refill(wanted, report.with_signal, report.played)

@@ -1,9 +1,8 @@
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.collector import collect_with_signal
-from shoal.rollout.filters import filter_groups
 from shoal.samplers.sampler import Sampling
+from shoal.train.agent.run.filters import collect_with_signal, filter_groups
 
 
 def played(group, reward, status="ok"):
