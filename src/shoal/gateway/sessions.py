@@ -136,7 +136,7 @@ class Tokens:
 
     def _make(self, tools: Sequence[Tool]) -> ChatFormat:
         try:
-            chat = ToolChat(self.tokenizer, tools)
+            chat = ToolChat(self.tokenizer, tools, in_full=True)
         except ConfigError as error:
             raise RefusedError(f"tools: {error}", param="tools") from error
         return ChatFormat(chat, Prompter(PromptConfig(), self.tokenizer, chat))
