@@ -1,4 +1,4 @@
-"""What the metrics of a run say about how it goes: each piece of advice names the numbers it rests on.
+"""What the metrics of a run say about how it goes: `RULES`, whose messages name the numbers that they rest on.
 
 `shoal train` prints the worst of it while a run goes on, and `shoal view` shows all of it.
 """
@@ -49,7 +49,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run."""
+    """What is known of a run. A mean of too few rows is NaN, which is neither above nor below anything."""
 
     rows: Rows
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -68,10 +68,20 @@ class Run:
         found = [row.get(metric) for row in self.rows]
         return [float(v) for v in found if is_number(v)]  # type: ignore[arg-type]
 
-    def recent(self, metric: str, at_least: int = 1) -> float | None:
-        """The mean of the last values, None if there are too few to judge."""
+    def recent(self, metric: str, at_least: int = 1) -> float:
+        """The mean of the last values."""
         values = self.values(metric)
-        return mean(values[-RECENT:]) if len(values) >= at_least else None
+        return mean(values[-RECENT:]) if len(values) >= at_least else math.nan
+
+    def early(self, metric: str) -> float:
+        """The mean of the first values, where as many came after them."""
+        values = self.values(metric)
+        return mean(values[:RECENT]) if len(values) >= 2 * RECENT else math.nan
+
+    @property
+    def solved(self) -> bool:
+        """Whether an episode has ever succeeded."""
+        return any(self.values("success") + self.values("heldout_success"))
 
 
 Rule = Callable[[Run], Iterator[Advice]]
@@ -92,10 +102,10 @@ def advise(
         run: the run folder as commands name it.
     """
     known, found = Run(rows, config or {}, rejected, run), dict[str, Advice]()
-    for rule in RULES:
-        for advice in rule(known):
-            found.setdefault(advice.title, advice)
-    return sorted(found.values(), key=lambda advice: ("bad", "warn", "note").index(advice.level))
+    holding = itertools.chain.from_iterable(rule(known) for rule in RULES)
+    for advice in sorted(holding, key=lambda advice: ("bad", "warn", "note").index(advice.level)):
+        found.setdefault(advice.metric, advice)
+    return list(found.values())
 
 
 def has_collapsed(rows: Rows, config: Mapping[str, Any] | None = None) -> bool:
@@ -107,8 +117,8 @@ def has_collapsed(rows: Rows, config: Mapping[str, Any] | None = None) -> bool:
     """
     played = [row for row in rows if is_number(row.get("groups_with_signal"))][-STILL:]
     run, last = Run(rows, config or {}), Run(played)
-    entropy, success = run.values("entropy"), run.values("success") + run.values("heldout_success")
-    if len(played) < STILL or not entropy or not any(success) or not _compares_within_groups(run):
+    entropy = run.values("entropy")
+    if len(played) < STILL or not entropy or not run.solved or not _compares_within_groups(run):
         return False
     now = last.values("entropy") or entropy[-1:]  # groups that are filtered out have none
     solved = mean(last.values("success") or [1.0]), *last.values("heldout_success")
@@ -129,10 +139,8 @@ def _diverged(run: Run) -> Iterator[Advice]:
 
 def _nothing_learned(run: Run) -> Iterator[Advice]:
     """Why nothing is learned: the first cause that holds, since the others follow from it."""
-    for cause in (_blind, _invalid, _cut_off, _fell_silent, _equal_groups, _never_solved, _flat):
-        for advice in cause(run):
-            yield advice
-            return
+    causes = (_blind, _invalid, _cut_off, _fell_silent, _equal_groups, _never_solved, _flat)
+    yield from itertools.islice(itertools.chain.from_iterable(cause(run) for cause in causes), 1)
 
 
 # --- prompts and answers
@@ -145,8 +153,8 @@ def _prompts(run: Run) -> str:
 
 
 def _blind(run: Run) -> Iterator[Advice]:
-    said, success = _prompts(run), run.recent("success", RECENT)
-    if said.strip() and "{observation}" not in said and success is not None and success < 0.5:
+    said = _prompts(run)
+    if said.strip() and "{observation}" not in said and run.recent("success", RECENT) < 0.5:
         text = (
             "agent_proxy.prompt.first and .later hold no {observation}, so every state looks the same to the model: "
             "put {observation} into both."
@@ -155,68 +163,64 @@ def _blind(run: Run) -> Iterator[Advice]:
 
 
 def _invalid(run: Run) -> Iterator[Advice]:
-    values = run.values("valid_actions")
+    values, at_limit, rejected = run.values("valid_actions"), _at_limit(run), run.rejected
     if not values or (len(values) == 1 and values[0] > 0):  # one row may be bad luck, unless none is valid
         return
-    valid, at_limit = mean(values[-IN_A_ROW:]), _at_limit(run)
+    valid, most = mean(values[-IN_A_ROW:]), max(values)
     if valid >= (0.9 if at_limit else 0.5):
         return
-    said = f"{valid:.0%} of the answers held a valid action."
-    if run.rejected is not None:
-        said += f" The model wrote {_shortened(run.rejected.answer)}; {_allowed(run.rejected.words)}."
-    if max(values) > 0.5 and not at_limit:
-        remedy = (
-            f"It was {max(values):.0%} before: the policy has moved too far. Lower algorithm.learning_rate, or set "
+    text = f"{valid:.0%} of the answers held a valid action."
+    if rejected is not None:
+        answer = (
+            rejected.answer
+            if len(rejected.answer) <= 80
+            else f"{rejected.answer[:60]}…{rejected.answer[-19:]}"
+        )
+        text += f" The model wrote {answer!r}; {_allowed(rejected.words)}."  # as repr it commands no terminal
+    if most > 0.5 and not at_limit:
+        text += (
+            f" It was {most:.0%} before: the policy has moved too far. Lower algorithm.learning_rate, or set "
             "agent_proxy.format_penalty or algorithm.kl.coef."
         )
     else:
-        remedy = " ".join(_remedies(run)) or (
-            "Show an answer in the prompt, or raise agent_proxy.format_penalty or warmup.steps."
-        )
-    title, level = (
-        ("Hardly any answer is a valid action", "bad") if valid < 0.2 else ("Few valid actions", "warn")
-    )
-    yield Advice(level, "valid_actions", title, f"{said} {remedy}")  # type: ignore[arg-type]
+        form = "Show an answer in the prompt, or raise agent_proxy.format_penalty or warmup.steps."
+        text += f" {' '.join([*_of_the_form(run), *filter(None, [at_limit])]) or form}"
+    if valid < 0.2:
+        yield Advice("bad", "valid_actions", "Hardly any answer is a valid action", text)
+    else:
+        yield Advice("warn", "valid_actions", "Few valid actions", text)
 
 
-def _remedies(run: Run) -> Iterator[str]:
-    """What may keep a model from valid answers, the likeliest first."""
+def _of_the_form(run: Run) -> Iterator[str]:
+    """What may keep a model from the form of an answer, the likeliest first."""
     said, free = _prompts(run), run.rejected is not None and not run.rejected.words
     steps = run.setting("warmup.steps")
     if run.setting("engine.name") == "tiny":
         yield f"The tiny model learns the form of an answer in the warm-up alone: raise warmup.steps, which is {steps}."
-    else:
-        if said.strip() and "{actions}" not in said and not free:
-            yield "The prompt does not name the actions: put {actions} into agent_proxy.prompt.first and .later."
-        if steps == 0:
-            yield "There was no warm-up on valid answers: set warmup.steps=20."
-    yield from filter(None, [_at_limit(run)])
+        return
+    if said.strip() and "{actions}" not in said and not free:
+        yield "The prompt does not name the actions: put {actions} into agent_proxy.prompt.first and .later."
+    if steps == 0:
+        yield "There was no warm-up on valid answers: set warmup.steps=20."
 
 
 def _at_limit(run: Run) -> str:
     """What to do about answers that end at the limit of tokens; empty where they do not."""
     limit, closing = run.setting("agent_proxy.max_tokens"), run.setting("agent_proxy.prompt.closing")
-    tokens, turns = run.recent("response_tokens"), run.recent("turns")
-    if not isinstance(limit, int) or not tokens or not turns or tokens / turns <= 0.9 * limit:
+    tokens = run.recent("response_tokens") / (run.recent("turns") or math.nan)
+    if not isinstance(limit, int) or not tokens > 0.9 * limit:
         return ""
     if run.rejected is not None and run.rejected.finish != "length":
         return ""
-    if run.setting("engine.name") == "tiny" and not closing:
-        return ""  # the limit is as long as one answer, and what knows no form of answers fills it
-    if limit == 1 and closing:
-        return ""  # which leaves room for one action and no more
+    if limit == 1 if closing else run.setting("engine.name") == "tiny":
+        return ""  # room for one action and no more, or for one answer whose form is not known yet
     remedy = "raise agent_proxy.max_tokens."
     if closing:
         remedy = (
             "agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before it. "
             "Lower agent_proxy.max_tokens to the tokens of one action, or use another closing."
         )
-    return f"Answers have {tokens / turns:.3g} tokens on average, and the limit is {limit}: {remedy}"
-
-
-def _shortened(answer: str) -> str:
-    """An answer in quotes, on one line, without characters that command a terminal."""
-    return repr(answer if len(answer) <= 80 else f"{answer[:60]}…{answer[-19:]}")
+    return f"Answers have {tokens:.3g} tokens on average, and the limit is {limit}: {remedy}"
 
 
 def _allowed(words: Sequence[str]) -> str:
@@ -229,33 +233,30 @@ def _allowed(words: Sequence[str]) -> str:
 # --- groups, entropy, success
 def _compares_within_groups(run: Run) -> bool:
     """Whether groups of equal reward teach nothing; not of an estimator that is not known here."""
-    if run.setting("agent_proxy.reward_normalization.grouping") not in (None, "state"):
-        return False
-    name = run.setting("algorithm.adv_estimator") or "grpo"
-    return name in ESTIMATORS and ESTIMATORS[name].grouped and not run.values("value_loss")
+    name = run.setting("algorithm.adv_estimator")
+    grouped = name is None or (name in ESTIMATORS and ESTIMATORS[name].grouped)
+    return grouped and run.setting("agent_proxy.reward_normalization.grouping") in (None, "state")
 
 
 def _equal_groups(run: Run) -> Iterator[Advice]:
     played = [row for row in run.rows if is_number(row.get("groups_with_signal"))]
-    if len(played) < 2 or not _compares_within_groups(run):
+    solved, unsolved = (mean(run.values(f"groups_{of}_solved")[-RECENT:] or [0.0]) for of in ("all", "none"))
+    if not _compares_within_groups(run) or solved > 0.7:  # then nothing is left to learn
         return
-    solved, unsolved = run.recent("groups_all_solved") or 0.0, run.recent("groups_none_solved") or 0.0
-    if solved > 0.7:
-        return  # nothing is left to learn
     # groups that differ by the format alone teach the format, where no filter leaves them out
     idle = [
         row for row in played
         if not row["groups_with_signal"] and not (row.get("groups_shaping_only") and row.get("groups_trained") != 0)
     ]  # fmt: skip
-    now = played[-IN_A_ROW:] == idle[-IN_A_ROW:] and len(idle) >= IN_A_ROW
-    failing = (run.recent("success") or 0.0) < 0.5
-    if not now and not (len(played) >= 2 * RECENT and 2 * len(idle) > len(played) and failing):
+    now = len(idle) >= IN_A_ROW and played[-IN_A_ROW:] == idle[-IN_A_ROW:]
+    mostly = len(played) >= 2 * RECENT and 2 * len(idle) > len(played)
+    if not now and not (mostly and not run.recent("success") >= 0.5):
         return
     size = run.setting("es_manager.train.group_size")
     why = "no member solved the task" if unsolved >= solved else "all members solved it"
     text = (
         f"In {len(idle)} of {len(played)} iterations all members of each group got the same reward, so nothing was "
-        f"learned of the task; of late in {max(solved, unsolved):.0%} of the groups {why}. Use larger groups "
+        f"learned of the task; lately, in {max(solved, unsolved):.0%} of the groups {why}. Use larger groups "
         f"(es_manager.train.group_size{f' is {size}' if size else ''}), a higher agent_proxy.temperature, an easier "
         "task to begin with, or a reward for partial success."
     )
@@ -271,18 +272,16 @@ def _fell_silent(run: Run) -> Iterator[Advice]:
 
 def _entropy(run: Run) -> Iterator[Advice]:
     """The policy is sure of what it does, and that is not what solves the task."""
-    values, success = run.values("entropy"), run.recent("success")
-    if len(values) < 2 or values[0] <= 0 or (success is not None and success >= 0.9):
+    values, now = run.values("entropy"), run.recent("entropy", IN_A_ROW)
+    if len(values) < 2 or run.recent("success") >= 0.9:
         return
-    first, now = values[0], mean(values[-RECENT:])
-    rate = "" if success is None else f" while success is {success:.0%}"
-    gone = len(values) >= IN_A_ROW and now < 0.1 * first
-    if gone or (len(values) >= 2 * RECENT and now < first / 3 and not _gained(run)):
-        text = (
-            f"It fell from {first:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new."
-        )
+    rate = f" while success is {run.recent('success'):.0%}" if run.values("success") else ""
+    gained = any(run.recent(name) > run.early(name) for name in ("success", "reward"))
+    low = len(values) >= 2 * RECENT and now < values[0] / 3 and not gained
+    if low or now < 0.1 * values[0]:
+        text = f"It fell from {values[0]:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new."
         yield Advice("bad", "entropy", "Entropy has collapsed", f"{text} {_against_collapse(run)}")
-    elif (step := _halved(run)) and values[-1] <= first / 2:
+    elif (step := _halved(run)) and values[-1] <= values[0] / 2:
         before, after, iteration = step
         text = (
             f"The update of iteration {iteration} took it from {before:.3g} to {after:.3g} nats a token{rate}: that "
@@ -296,62 +295,48 @@ def _halved(run: Run) -> tuple[float, float, Any] | None:
     rows = [row for row in run.rows if is_number(row.get("entropy")) and is_number(row.get("success"))]
     for one, then in itertools.pairwise(rows):
         before, after = one["entropy"], then["entropy"]
-        if (
-            before >= rows[0]["entropy"] / 2
-            and before >= 2 * after
-            and then["success"] < one["success"] + 0.1
-        ):
+        if before >= max(2 * after, rows[0]["entropy"] / 2) and then["success"] < one["success"] + 0.1:
             return before, after, one.get("iteration")
     return None
-
-
-def _gained(run: Run) -> bool:
-    """Whether success or reward is higher in the last rows than in the first, be it by chance."""
-    both = [values for name in ("success", "reward") if (values := run.values(name))]
-    return any(mean(values[-RECENT:]) > mean(values[:RECENT]) for values in both)
 
 
 def _against_collapse(run: Run) -> str:
     """What can act here, in the order in which it was seen to help."""
     if run.values("n_minibatches"):  # PPO
         return "Lower the learning rate, or raise entropy_coef."
-    rate, held = run.setting("algorithm.learning_rate"), run.setting("algorithm.kl.coef")
-    advice = "Lower algorithm.learning_rate to a third" + ("" if rate is None else f" (it is {rate:.2g})")
-    advice += ", raise algorithm.entropy_coef"
+    rate, held = (_now(run.setting(f"algorithm.{name}")) for name in ("learning_rate", "kl.coef"))
+    remedies = [f"Lower algorithm.learning_rate to a third{rate}", "raise algorithm.entropy_coef"]
     if run.setting("engine.name") not in (None, "tiny"):  # a fresh model has nothing to hold on to
-        advice += ", hold the policy with a higher algorithm.kl.coef" + (
-            "" if held is None else f" (it is {held:.2g})"
-        )
-    if (run.recent("gradient_steps") or 0) > 1:
-        advice += ", raise algorithm.clip_ratio_high"
-    return f"{advice}, or play more groups an update."
+        remedies += [f"hold the policy with a higher algorithm.kl.coef{held}"]
+    return f"{', '.join(remedies)}, or play more groups an update."
+
+
+def _now(value: Any) -> str:
+    return f" (it is {value:.2g})" if is_number(value) else ""
 
 
 def _cut_off(run: Run) -> Iterator[Advice]:
     """All episodes end at the limit of turns, and none ever succeeded: success may lie behind it."""
-    cut, success, limit = run.values("truncated"), run.values("success"), run.setting("agent_proxy.max_turn")
-    solved = any(success) or any(run.values("heldout_success"))
-    if len(success) < RECENT or solved or not cut or min(cut[-RECENT:]) < 1:
+    cut, limit = run.values("truncated"), run.setting("agent_proxy.max_turn")
+    if len(run.values("success")) < RECENT or run.solved or not cut or min(cut[-RECENT:]) < 1:
         return
-    if isinstance(limit, int) and (run.recent("turns") or 0) >= limit:
+    if isinstance(limit, int) and run.recent("turns") >= limit:
         remedy = f"If the task takes more turns than agent_proxy.max_turn={limit}, raise that."
     else:
         remedy = (
             "If the task takes more, raise the limit: max_steps of the env, max_actions_per_traj of custom_envs or "
             "agent_proxy.max_turn, whichever is smallest."
         )
-    text = f"All of late end at a limit of turns, and none has ever succeeded. {remedy} Otherwise pay for progress."
+    text = f"All recent ones end at a limit of turns, and none has ever succeeded. {remedy} Otherwise pay for progress."
     yield Advice("bad", "truncated", "Every episode is cut off", text)
 
 
 def _never_solved(run: Run) -> Iterator[Advice]:
-    success, reward = run.values("success"), run.values("reward")
-    if len(success) < 2 * RECENT or any(success) or any(run.values("heldout_success")):
+    n = len(run.values("success"))
+    if n < 2 * RECENT or run.solved or run.recent("reward") > run.early("reward"):  # then it gets nearer
         return
-    if len(reward) >= 2 * RECENT and mean(reward[-RECENT:]) > mean(reward[:RECENT]):
-        return  # it gets nearer
     text = (
-        f"Success is 0 in all {len(success)} iterations, and the reward does not rise. Begin with an easier task, pay "
+        f"Success is 0 in all {n} iterations, and the reward does not rise. Begin with an easier task, pay "
         "for partial success, or warm the model up on an expert (warmup.expert)."
     )
     yield Advice("bad", "success", "Nothing is ever solved", text)
@@ -370,18 +355,17 @@ def _changed(values: Sequence[float]) -> float:
 def _flat(run: Run) -> Iterator[Advice]:
     """Success did not change by more than chance, and the reward did not rise."""
     name = "success" if run.values("success") else "reward"
-    values, rate = run.values(name), run.recent("learning_rate")
-    if len(values) < 4 * RECENT or (name == "success" and mean(values[-RECENT:]) > 0.9):
+    values, used = run.values(name), _now(run.recent("learning_rate"))
+    if len(values) < 4 * RECENT or run.recent("success") > 0.9:
         return
     if _changed(values) or _changed(run.values("reward")) > 0:
         return
     kl = "approx_kl" if run.values("approx_kl") else "kl_to_rollout"
-    steps = run.recent("gradient_steps") or run.recent("n_minibatches")
-    moved = None if steps == 1 else run.recent(kl)  # measured before the step, so of a single one it is 0
-    used = "" if rate is None else f" (it is {rate:.2g})"
-    if moved is not None and moved < 1e-4:
+    # measured before the step, so of a single one it is 0
+    single = 1 in (run.recent("gradient_steps"), run.recent("n_minibatches"))
+    if run.recent(kl) < 1e-4 and not single:
         remedy = (
-            f"The policy hardly moves ({kl} is {moved:.1g} an update; 0.01 is usual): raise the learning rate"
+            f"The policy hardly moves ({kl} is {run.recent(kl):.1g} an update; 0.01 is usual): raise the learning rate"
             f"{used} tenfold, or take more gradient steps an update."
         )
     else:
@@ -395,11 +379,7 @@ def _flat(run: Run) -> Iterator[Advice]:
 
 
 def _rewarded_without_success(run: Run) -> Iterator[Advice]:
-    success, reward = run.values("success"), run.values("reward")
-    if min(len(success), len(reward)) < 2 * RECENT:
-        return
-    solved, paid = mean(success[:RECENT]), mean(reward[:RECENT])
-    solves, pays = mean(success[-RECENT:]), mean(reward[-RECENT:])
+    (solved, solves), (paid, pays) = ((run.early(name), run.recent(name)) for name in ("success", "reward"))
     if pays > paid and solves < solved / 2:
         text = (
             f"The reward rose from {paid:.3g} to {pays:.3g} while success fell from {solved:.2f} to {solves:.2f}: the "
@@ -439,7 +419,7 @@ def _success_fell(run: Run) -> Iterator[Advice]:
 
 def _generalisation(run: Run) -> Iterator[Advice]:
     trained, held_out = run.recent("success"), run.values("heldout_success")
-    if trained is not None and len(held_out) > 1 and trained - held_out[-1] > 0.25:
+    if len(held_out) > 1 and trained - held_out[-1] > 0.25:
         text = f"Success is {trained:.0%} in training and {held_out[-1]:.0%} held out. "
         text += "Train on more different start states."
         yield Advice("warn", "heldout_success", "Held-out episodes lag behind", text)
@@ -486,6 +466,9 @@ def _entropy_grows(run: Run) -> Iterator[Advice]:
 LIMITS = (
     ("truncated", 0.5, "Most episodes are cut off",
      "{:.0%} end at a limit of turns or steps, not by the task. Raise the limit, or pay something for progress."),
+    ("overlong_episodes", 0.5, "Most episodes are left out",
+     "{:.0%} hold an answer that was cut off, and algorithm.overlong_filter learns nothing from these. Raise "
+     "agent_proxy.max_tokens, or set the filter to false."),
     ("logprob_gap_max", 0.5, "Trainer and engine disagree",
      "The log-probability of one token differs by up to {:.3g} before the first gradient step. Use the same precision "
      "in both, or algorithm.rollout_correction."),
@@ -505,8 +488,7 @@ LIMITS = (
 
 def _beyond(run: Run) -> Iterator[Advice]:
     for metric, limit, title, text in LIMITS:
-        value = run.recent(metric, IN_A_ROW)
-        if value is not None and value > limit and not (metric == "truncated" and any(_cut_off(run))):
+        if (value := run.recent(metric, IN_A_ROW)) > limit:
             yield Advice("warn", metric, title, text.format(value))
 
 
@@ -514,3 +496,4 @@ RULES: tuple[Rule, ...] = (
     _diverged, _nothing_learned, _rewarded_without_success, _success_fell, _entropy, _entropy_grows, _failures, _beyond,
     _generalisation, _stands_still,
 )  # fmt: skip
+"""Of the advice about one metric the worst is given, or the first that is as bad."""

@@ -6,7 +6,6 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,18 +34,20 @@ FilterType = Literal["std", "max_mean"]
 _COMPOSING = threading.Lock()
 
 
-def refuse_not_positive(settings: Any, *names: str) -> None:
-    """A `ConfigError` for the first of these settings that is not above 0 and finite."""
-    for name in names:
-        if not 0 < getattr(settings, name) < math.inf:
-            raise ConfigError(f"{name} must be positive, got {getattr(settings, name)}")
-
-
-def refuse_negative(settings: Any, *names: str) -> None:
-    """A `ConfigError` for the first of these settings that is below 0 or not finite."""
-    for name in names:
-        if not 0 <= getattr(settings, name) < math.inf:
-            raise ConfigError(f"{name} must be 0 or positive, got {getattr(settings, name)}")
+def check_ranges(settings: Any, **ranges: str) -> None:
+    """A `ConfigError` for the first number that is not in its interval, such as `(0, 1]`; null and words pass."""
+    known = {item.name: item.default for item in fields(settings)}
+    for name, interval in ranges.items():
+        value, (low, high) = getattr(settings, name), map(float, interval[1:-1].split(","))
+        if value is None or isinstance(value, str):
+            continue
+        inside = low <= value <= high and (value != low or interval[0] == "[")
+        if not inside or (value == high and interval[-1] == ")"):
+            words = {"(0, inf": "positive", "[0, inf": "0 or positive", "[1, inf": "at least 1"}
+            null = ", or null" if known[name] is None else ""
+            raise ConfigError(
+                f"{name} must be {words.get(interval[:-1], f'in {interval}')}{null}, got {value}"
+            )
 
 
 def _known(registry: Registry[T], name: str) -> T:
@@ -71,8 +72,7 @@ class FilterGroups:
     by the size of all gradients so far."""
 
     def __post_init__(self) -> None:
-        if self.max_num_gen_batches < 1:
-            raise ConfigError(f"max_num_gen_batches must be at least 1, got {self.max_num_gen_batches}")
+        check_ranges(self, max_num_gen_batches="[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,8 @@ class Critic:
     succeeds, alone it would turn a move that nothing holds."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gae_lambda <= 1:
-            raise ConfigError(f"gae_lambda must be in [0, 1], got {self.gae_lambda}")
-        if self.learning_rate != "auto":
-            refuse_not_positive(self, "learning_rate")
-        refuse_negative(self, "warmup", "least_spread")
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
+        check_ranges(self, gae_lambda="[0, 1]", learning_rate="(0, inf)", value_clip="(0, inf]")
+        check_ranges(self, warmup="[0, inf)", least_spread="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class KLPenalty:
     """The reference: the weights after the warm-up (the supervised model of the papers), or those before it."""
 
     def __post_init__(self) -> None:
-        refuse_negative(self, "coef")
+        check_ranges(self, coef="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -150,10 +145,7 @@ class RolloutCorrection:
     """With `mask`, what has a smaller weight is left out too (IcePop); 0 is off."""
 
     def __post_init__(self) -> None:
-        if not self.cap >= 1:
-            raise ConfigError(f"cap must be at least 1, got {self.cap}")
-        if not 0 <= self.floor <= 1:
-            raise ConfigError(f"floor must be in [0, 1], got {self.floor}")
+        check_ranges(self, cap="[1, inf]", floor="[0, 1]")
         if self.floor and self.method != "mask":
             raise ConfigError(
                 f"floor={self.floor} has no effect with method={self.method}: set method to mask"
@@ -214,7 +206,8 @@ class Algorithm:
     max_grad_norm: float | None = 1.0
     """Longer gradients are shortened to this length; 0 or null leaves them as they are."""
     overlong_filter: bool = False
-    """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
+    """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO). What
+    `prompt.closing` is put behind is whole."""
     rollout_filter_ratio: float = 1.0
     """Share of the groups played to learn from: those that score highest; 1 keeps all."""
     rollout_filter_type: FilterType = "std"
@@ -227,25 +220,12 @@ class Algorithm:
     def __post_init__(self) -> None:
         _known(ESTIMATORS, self.adv_estimator)
         _known(LOSSES, self.policy_loss)
-        if not 0 < self.gamma <= 1:
-            raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
-        sizes = [
-            name for name in ("learning_rate", "minibatch_size") if getattr(self, name) not in ("auto", None)
-        ]
-        refuse_not_positive(self, *sizes, "epochs", "micro_batch_tokens")
-        if self.max_grad_norm is not None:
-            refuse_negative(self, "max_grad_norm")
-        if self.loss_constant != "budget":
-            refuse_not_positive(self, "loss_constant")
-        if self.entropy_target is not None:
-            refuse_not_positive(self, "entropy_target")
-        refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
-        if self.clip_ratio_low > 1:
-            raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
-        if not 0 < self.rollout_filter_ratio <= 1:
-            raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
+        check_ranges(
+            self, gamma="(0, 1]", learning_rate="(0, inf)", weight_decay="[0, inf)", max_grad_norm="[0, inf)"
+        )
+        check_ranges(self, epochs="[1, inf)", minibatch_size="[1, inf)", micro_batch_tokens="[1, inf)")
+        check_ranges(self, clip_ratio_low="[0, 1]", clip_ratio_high="[0, inf)", dual_clip="(1, inf]")
+        check_ranges(self, loss_constant="(0, inf)", entropy_target="(0, inf)", rollout_filter_ratio="(0, 1]")
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -282,11 +262,7 @@ class Lora:
     log-probabilities with those of the rollout, and nothing is dropped there."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
-        refuse_not_positive(self, "alpha")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
+        check_ranges(self, rank="[0, inf)", alpha="(0, inf)", dropout="[0, 1)")
 
 
 @dataclass(frozen=True)
@@ -322,15 +298,10 @@ class AgentProxy(RolloutSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_negative(self, "format_penalty", "overlong_penalty")
-        if self.max_tokens == "auto":
-            if self.overlong_buffer:
-                raise ConfigError(
-                    f"overlong_buffer={self.overlong_buffer} needs a number of max_tokens, got auto"
-                )
-        elif not 0 <= self.overlong_buffer <= self.max_tokens:
+        check_ranges(self, format_penalty="[0, inf)", overlong_penalty="[0, inf)", overlong_buffer="[0, inf)")
+        if self.overlong_buffer and (self.max_tokens == "auto" or self.overlong_buffer > self.max_tokens):
             raise ConfigError(
-                f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
+                f"overlong_buffer={self.overlong_buffer} needs a max_tokens of as many or more, got {self.max_tokens}"
             )
 
 
@@ -362,14 +333,8 @@ class Warmup:
     DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
 
     def __post_init__(self) -> None:
-        if self.steps != "auto":
-            refuse_negative(self, "steps")
-        refuse_not_positive(self, "batch_size", "learning_rate")
-        refuse_negative(self, "rehearsal")
-        if self.max_grad_norm is not None:
-            refuse_negative(self, "max_grad_norm")
-        if not 0 <= self.expert <= 1:
-            raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
+        check_ranges(self, steps="[0, inf)", batch_size="[1, inf)", learning_rate="(0, inf)")
+        check_ranges(self, rehearsal="[0, inf)", max_grad_norm="[0, inf)", expert="[0, 1]")
         if self.only_expert and not self.expert:
             raise ConfigError("warmup.only_expert needs actions of the expert: set warmup.expert above 0")
 
@@ -408,11 +373,8 @@ class TrainerConfig:
     hardly a group has different rewards, and less than half of the episodes succeed."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.stop_at_success is not None and not 0 < self.stop_at_success <= 1:
-            raise ConfigError(f"stop_at_success must be in (0, 1], or null, got {self.stop_at_success}")
+        counts = ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every")
+        check_ranges(self, **dict.fromkeys(counts, "[1, inf)"), stop_at_success="(0, 1]")
 
 
 @dataclass(frozen=True)

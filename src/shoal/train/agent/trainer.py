@@ -35,7 +35,7 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
-from shoal.train.agent.algorithms.conflicts import refuse_without_signal
+from shoal.train.agent.algorithms.conflicts import doubts_of, refuse_without_signal
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
@@ -48,7 +48,7 @@ from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.determinism import applies, deterministic, threads
 from shoal.train.agent.processes.distributed import Processes
 from shoal.train.agent.run.answers import with_room
-from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shoal.train.agent.run.metrics import (
     heldout_metrics,
     iteration_times,
@@ -99,10 +99,6 @@ class AgentTrainer(Closing):
             config = replace(config, rewards=reward_list(rewards))
         refuse_taken(config)
         refuse_without_signal(config)
-        warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
-        if warmup >= iterations:
-            message = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
-            logger.warning(message, warmup, iterations)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
@@ -172,6 +168,9 @@ class AgentTrainer(Closing):
             self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic, reference, teacher, config.seed,
             self.processes, self._token_budget(), config.trainer.log_entropy,
         )  # fmt: skip
+        window = 1 if config.agent_proxy.prompt.mode == "append" else self._most_turns()
+        for doubt in doubts_of(config, len(self.train_envs.tags) * self.train_envs.group_size * window):
+            logger.warning("%s", doubt)
         self.progress = Progress(0, 0.0, 0, 0)
         self._failures = FailureLog()
         self._judge: Judge | None = None
@@ -190,15 +189,18 @@ class AgentTrainer(Closing):
         """Episodes of a resumed run that ended after its checkpoint, and are not played again."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
+    def _most_turns(self) -> int:
+        """Turns of the longest episode."""
+        roles = make_roles(self.config.custom_envs, self.train_envs.tags, self.config.agent_proxy.max_turn)
+        return max(role.max_turns for role in roles.values())
+
     def _token_budget(self) -> int:
         """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
 
         Turns with calls of tools come before.
         """
-        proxy, tags, turns = self.config.agent_proxy, self.train_envs.tags, 1
-        if proxy.prompt.mode == "append":
-            roles = make_roles(self.config.custom_envs, tags, proxy.max_turn)
-            turns = max(role.max_turns for role in roles.values())
+        proxy = self.config.agent_proxy
+        turns = self._most_turns() if proxy.prompt.mode == "append" else 1
         return proxy.token_limit * (turns + proxy.max_tool_turns * bool(self.toolbox.tools))
 
     def close(self) -> None:
@@ -363,7 +365,7 @@ class AgentTrainer(Closing):
         )  # fmt: skip
 
     def _resume(self) -> Iterator[dict[str, Any]]:
-        folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
+        folder = self.records.checkpoints  # the first process puts it in order for all
         newest = self.processes.all_gather(
             lambda: newest_checkpoint(folder) if self.processes.first else None
         )
@@ -397,10 +399,14 @@ class AgentTrainer(Closing):
         return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
-        networks = (self.policy, self.critic, self.optimizer)
         self._doing = "writing a checkpoint", None
-        save = partial(self.records.save, *networks, self.progress, self._settings, self.processes, best=best)
-        self.processes.all_gather(save)
+        trained, folder = (self.policy, self.critic, self.optimizer), self.records.checkpoints
+        keep, rates = self.config.trainer.keep_checkpoints, self.config.rates
+        save = partial(save_checkpoint, folder, *trained, self.progress, self._settings, keep)
+        [path, *_] = self.processes.all_gather(
+            partial(save, rates=rates, best=best, processes=self.processes)
+        )
+        self.records.saved(path, self.progress.iteration)
         self._journal.begin_anew()
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:

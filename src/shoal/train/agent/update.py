@@ -21,6 +21,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.algorithms.advantages import critic_advantages, teacher_advantages, turn_advantages
 from shoal.train.agent.algorithms.losses import (
+    LOSSES,
     Tokens,
     aggregation_weights,
     entropy_bonus,
@@ -152,7 +153,8 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
     if not algorithm.overlong_filter:
         return samples
-    return [s for s, (trajectory, _) in zip(samples, owners, strict=True) if not was_cut(trajectory)]
+    closing = proxy.prompt.closing
+    return [s for s, (trajectory, _) in zip(samples, owners, strict=True) if not was_cut(trajectory, closing)]
 
 
 def _correction(algorithm: Algorithm, old: Floats, sampled: Floats) -> Floats:
@@ -215,8 +217,8 @@ def advantages_of(
         samples: what it made of them.
         learner: that it was given.
     """
-    overlong = learner.algorithm.overlong_filter
-    trained = [t for t in learned if samples and not (overlong and was_cut(t))]
+    overlong, closing = learner.algorithm.overlong_filter, learner.proxy.prompt.closing
+    trained = [t for t in learned if samples and not (overlong and was_cut(t, closing))]
     nested = by_turn(trained, [sample.columns["advantages"] for sample in samples])
     shortest = [[list(map(float, turn.astype("float32").astype("U"))) for turn in turns] for turns in nested]
     found = {id(t): turns for t, turns in zip(trained, shortest, strict=True)}
@@ -253,7 +255,7 @@ def update(
     if coef != algorithm.entropy_coef:
         learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
-    if algorithm.policy_loss == "likelihood":
+    if not LOSSES[algorithm.policy_loss].bounds:
         noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:

@@ -26,10 +26,10 @@ from shoal.core.seeding import stream
 from shoal.samplers.models import looks_back
 from shoal.samplers.sampler import ROUNDING
 from shoal.train.agent.algorithms.advantages import group_relative
-from shoal.train.agent.algorithms.losses import LOSSES, Aggregation
+from shoal.train.agent.algorithms.losses import Aggregation, unread_bounds
 from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
 from shoal.train.agent.batch.samples import Column, Floats, Sample
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, check_ranges
 from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy, safe_batching
 from shoal.train.agent.processes.weights import fill_optimizer, optimizer_tensors
@@ -65,13 +65,12 @@ class RecordedTraining:
     """Gradient steps; 0 for none before the end."""
 
     def __post_init__(self) -> None:
-        refuse_not_positive(self, "epochs", "minibatch_size", "micro_batch_tokens", "learning_rate")
+        check_ranges(self, minibatch_size="[1, inf)", learning_rate="(0, inf)", checkpoint_every="[0, inf)")
+        check_ranges(self, epochs="[1, inf)", weight_decay="[0, inf)")
         algorithm = self.algorithm()
         check_fields(self)
-        refuse_negative(self, "checkpoint_every")
         if self.objective == "grpo":
-            conflicts = LOSSES[self.policy_loss].conflicts
-            for conflict in () if conflicts is None else conflicts(algorithm):
+            for conflict in unread_bounds(algorithm):
                 raise ConfigError(conflict.replace("algorithm.", ""))
             return
         for name in ("policy_loss", "clip_ratio_low", "clip_ratio_high"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +20,8 @@ from shoal.samplers.sampler import Level
 from shoal.train.records.read import recordings_of
 
 _PLACES = ("iteration", "group", "member", "turn", "token")
+_OF_TOKENS = ("prompt token", "response token", "log-probability")
+_OF_THE_END = ("terminated", "truncated", "success", "status", "error", "ended", "last", "judged", "requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,55 +56,40 @@ def _short(value: Any) -> str:
 
 def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = False) -> Difference | None:
     """Where two records of an episode first differ: its seeds, then turn by turn in the order of events."""
+    for what, left, right, turn in _side_by_side(one, other, tokens_only):
+        if left == right:
+            continue
+        at = tokenizers.first_difference(left, right) if what in _OF_TOKENS else None
+        if at is not None:
+            left, right = (values[at] if at < len(values) else "no token" for values in (left, right))
+        return Difference(what, left, right, "", one.iteration, one.group, one.member, turn, at)
+    return None
 
-    def found(what: str, a: Any, b: Any, turn: int | None = None, token: int | None = None) -> Difference:
-        return Difference(what, a, b, "", one.iteration, one.group, one.member, turn, token)
 
-    for what, name in (("env", "env"), ("iteration", "iteration"), ("group", "group"), ("member", "member"),
-                       ("seed", "env_seed")):  # fmt: skip
-        a, b = getattr(one, name), getattr(other, name)
-        if a != b:
-            return found(what, a, b)
+def _side_by_side(
+    one: Trajectory, other: Trajectory, tokens_only: bool
+) -> Iterator[tuple[str, Any, Any, int | None]]:
+    """What two records say of the same thing, and of which turn; turns that are alike in all are passed over."""
+    for name in ("env", "iteration", "group", "member"):
+        yield name, getattr(one, name), getattr(other, name), None
+    yield "seed", one.env_seed, other.env_seed, None
     for number, (left, right) in enumerate(zip(one.turns, other.turns, strict=False), 1):
         if same_turn(one, other, number - 1, logprobs=True):
             continue
         said, answered = one.call_of(left), other.call_of(right)
-        for what, name in (("observation", "observation"), ("picture", "image")):
-            if getattr(left, name) != getattr(right, name):
-                return found(what, getattr(left, name), getattr(right, name), number)
-        tokens: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = [
-            ("prompt token", one.prompt_ids(left.call), other.prompt_ids(right.call)),
-            ("response token", said.response_ids, answered.response_ids),
-        ]
+        yield "observation", left.observation, right.observation, number
+        yield "picture", left.image, right.image, number
+        yield "prompt token", one.prompt_ids(left.call), other.prompt_ids(right.call), number
+        yield "response token", said.response_ids, answered.response_ids, number
         if not tokens_only:
-            tokens.append(("log-probability", said.logprobs, answered.logprobs))
-        for what, a, b in tokens:
-            if a != b:
-                at = tokenizers.first_difference(a, b)
-                return found(what, _at(a, at), _at(b, at), number, at)
-        if said.finish != answered.finish:
-            return found("finish", said.finish, answered.finish, number)
+            yield "log-probability", said.logprobs, answered.logprobs, number
+        yield "finish", said.finish, answered.finish, number
         for name in ("response", "action", "action_is_valid", "tools", "reward", "anchor"):
-            if getattr(left, name) != getattr(right, name):
-                return found(name, getattr(left, name), getattr(right, name), number)
-        if said.weights_version != answered.weights_version:
-            return found("weights_version", said.weights_version, answered.weights_version, number)
-    if len(one.turns) != len(other.turns):
-        return found("the number of turns", len(one.turns), len(other.turns))
-    for name in (
-        "terminated",
-        "truncated",
-        "success",
-        "status",
-        "error",
-        "ended",
-        "last",
-        "judged",
-        "requests",
-    ):
-        if getattr(one, name) != getattr(other, name):
-            return found(name, getattr(one, name), getattr(other, name))
-    return None
+            yield name, getattr(left, name), getattr(right, name), number
+        yield "weights_version", said.weights_version, answered.weights_version, number
+    yield "the number of turns", len(one.turns), len(other.turns), None
+    for name in _OF_THE_END:
+        yield name, getattr(one, name), getattr(other, name), None
 
 
 def same_turn(one: Trajectory, other: Trajectory, number: int, *, logprobs: bool = False) -> bool:
@@ -112,10 +99,6 @@ def same_turn(one: Trajectory, other: Trajectory, number: int, *, logprobs: bool
     if not logprobs:
         said, answered = (replace(call, logprobs=(), weights_version=0) for call in (said, answered))
     return left == right and said == answered
-
-
-def _at(values: Sequence[Any], at: int) -> Any:
-    return values[at] if at < len(values) else "no token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,25 @@ def test_groups_of_one_are_fine_where_nothing_is_compared_within_them(settings):
     )
 
 
+SEVERAL = "16 gradient steps a batch may take it too far: set algorithm.minibatch_size=null"
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [(["algorithm=rloo", "algorithm.minibatch_size=10"], True),  # 2 groups of 4 play at most 20 turns: 160 samples
+     (["algorithm=rloo", "algorithm.minibatch_size=5", "algorithm.epochs=2", "agent_proxy.max_turn=5"], True),
+     (["algorithm=rloo", "algorithm.minibatch_size=160"], False),
+     (["algorithm=rloo"], False),
+     (["algorithm=grpo", "algorithm.minibatch_size=10"], False)],
+)  # fmt: skip
+def test_several_steps_a_batch_by_a_loss_without_ratios_are_warned_of_with_the_remedy(
+    tmp_path, caplog, settings, warned
+):
+    few = ["es_manager.train.env_groups=2", "es_manager.train.group_size=4", "use_parallel_envs=false"]
+    with AgentTrainer(compose_config("demo", [*few, *settings, f"run_dir={tmp_path / 'run'}"])):
+        assert caplog.text.count(SEVERAL) == warned
+
+
 @pytest.mark.parametrize("name", ["tiny", "openai", "ray"])
 def test_adapters_without_a_model_of_transformers_are_refused_before_anything_starts(name):
     told = rf"model\.lora\.rank=4 needs a model of transformers, got engine\.name={name}"

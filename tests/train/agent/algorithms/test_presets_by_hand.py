@@ -88,8 +88,10 @@ def shoals(name, append):
         critic = Critic(policy)
         with torch.no_grad():
             critic.output.weight += 0.1 * torch.randn_like(critic.output.weight)
-    algorithm = replace(compose_config("demo", [f"algorithm={name}"]).algorithm, max_grad_norm=0)
-    proxy = compose_config("demo", [f"algorithm={name}"]).agent_proxy
+    config = compose_config(
+        "demo", [f"algorithm={name}", "agent_proxy.prompt.closing=''"]
+    )  # a whole answer ends itself
+    algorithm, proxy = replace(config.algorithm, max_grad_norm=0), config.agent_proxy
     optimizer = split_optimizer(trained_parameters(policy.module), critic, 0.0, 0.0, 0.0)
     held = reference if algorithm.kl.coef else None
     learner = Learner(policy, optimizer, algorithm, proxy, critic, held, token_budget=BUDGET)

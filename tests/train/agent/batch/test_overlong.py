@@ -76,8 +76,8 @@ def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
         f"run_dir={tmp_path}", "use_parallel_envs=false", "trainer.iterations=2", "warmup.steps=0",
         "es_manager.train.env_groups=2",
         "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
-        "agent_proxy.max_tokens=1", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
-        "agent_proxy.prompt.prefill='<action>'", "agent_proxy.prompt.closing='</action>'",
+        "agent_proxy.max_tokens=2", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
+        "agent_proxy.prompt.prefill='<action>'", "agent_proxy.prompt.closing=''",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         before = [p.clone() for p in trainer.policy.module.parameters()]
@@ -85,6 +85,17 @@ def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.module.parameters(), strict=True))
     assert [row.get("gradient_steps", 0) for row in rows] == [0, 0, 0]
     assert rows[-1]["overlong_episodes"] == 1.0
+
+
+def test_dapo_learns_from_answers_that_the_prompts_closing_makes_whole(tmp_path):
+    overrides = [
+        "algorithm=dapo", f"run_dir={tmp_path}", "use_parallel_envs=false", "trainer.iterations=1", "warmup.steps=60",
+        "es_manager.val.env_groups=1", "es_manager.train.env_groups=16",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        [_, row] = trainer.train()
+    assert row["overlong_episodes"] == 0.0
+    assert row["gradient_steps"] == 1
 
 
 # --- the budget

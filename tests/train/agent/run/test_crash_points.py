@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
+import shoal.train.agent.trainer as trainer_module
 from shoal.core import files
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
@@ -161,18 +162,18 @@ def test_a_run_that_ends_at_any_rename_of_its_checkpoints_resumes_to_the_same_en
     assert crashes >= 5
 
 
-@pytest.mark.parametrize("method", ["begin", "save"])
-def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, scored, monkeypatch, method):
+@pytest.mark.parametrize(("owner", "name"), [(Records, "begin"), (trainer_module, "save_checkpoint")])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, scored, monkeypatch, owner, name):
     train(tmp_path / "calm")
     with monkeypatch.context() as patched:
-        whole = getattr(Records, method)
+        whole = getattr(owner, name)
 
-        def dying(self, *arguments, **settings):
-            if method != "save":
-                whole(self, *arguments, **settings)
+        def dying(*arguments, **settings):
+            if owner is Records:
+                whole(*arguments, **settings)
             raise Killed
 
-        patched.setattr(Records, method, dying)
+        patched.setattr(owner, name, dying)
         with pytest.raises(Killed):
             train(tmp_path / "run")
     rows = train(tmp_path / "run", "resume=true")

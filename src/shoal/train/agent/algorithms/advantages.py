@@ -57,6 +57,8 @@ class Estimator:
     normalized: bool = False
     """Whether it reads `reward_normalization.method`."""
     needs: Literal["nothing", "critic", "teacher"] = "nothing"
+    reads: tuple[str, ...] = ()
+    """Settings of the algorithm, by their paths, that no estimator reads which does not name them."""
 
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage")
@@ -68,7 +70,7 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     Args:
         name: in the YAML.
         replace: an estimator of that name.
-        about: fields of `Estimator`: `grouped`, `normalized`, `needs`.
+        about: fields of `Estimator`: `grouped`, `normalized`, `needs`, `reads`.
 
     The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn, or per episode and
     turn one a token. With
@@ -253,7 +255,10 @@ def _reinforce_pp_baseline(played: Played) -> Array:
     return batch_normalized(played.episode_returns, played.baseline_groups)
 
 
-@advantage("gigpo", grouped=True, normalized=True)
+@advantage(
+    "gigpo", grouped=True, normalized=True,
+    reads=("step_advantage_weight", "gigpo.episode_reward", "gigpo.statistics"),
+)  # fmt: skip
 def _gigpo(played: Played) -> list[Array]:
     """The episode part is that of `grpo`; `algorithm.gigpo` says of what, and over what it is normalised."""
     settings, method = played.algorithm.gigpo, played.proxy.reward_normalization.method

@@ -1,26 +1,21 @@
-"""Settings of agent training that exclude each other, and runs that could learn nothing."""
+"""Settings of agent training that exclude each other, those that rarely help, and runs that could learn nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.algorithms.advantages import ESTIMATORS
-from shoal.train.agent.algorithms.losses import LOSSES
+from shoal.train.agent.algorithms.losses import LOSSES, unread_bounds
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
 
 
-_OF_GIGPO: tuple[tuple[str, Any], ...] = (
-    ("step_advantage_weight", 1.0),
-    ("gigpo.episode_reward", "return"),
-    ("gigpo.statistics", "episodes"),
-)
-"""Settings of the algorithm that `gigpo` alone reads, and their defaults."""
 _OF_TRANSFORMERS = (("model", None), ("train_last_layers", None), ("dtype", "float32"))
 """Settings of the engine that a tiny one does not read, and their defaults."""
 
@@ -30,13 +25,13 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
     algorithm, engine, rank = config.algorithm, config.engine, config.model.lora.rank
     rewards, tiny = config.agent_proxy.reward_normalization, config.engine.played_by == "tiny"
     estimator = ESTIMATORS[algorithm.adv_estimator]
-    if (conflicts := LOSSES[algorithm.policy_loss].conflicts) is not None:
-        yield from conflicts(algorithm)
-    for name, plain in _OF_GIGPO:
-        value = reduce(getattr, name.split("."), algorithm)
-        if value != plain and algorithm.adv_estimator != "gigpo":
+    yield from unread_bounds(algorithm)
+    for name in dict.fromkeys(name for one in ESTIMATORS for name in ESTIMATORS[one].reads):
+        value, default = [reduce(getattr, name.split("."), one) for one in (algorithm, type(algorithm)())]
+        if value != default and name not in estimator.reads:
+            readers = " and ".join(one for one in ESTIMATORS if name in ESTIMATORS[one].reads)
             yield (
-                f"algorithm.{name}={value} is read by gigpo alone, and has no effect with "
+                f"algorithm.{name}={value} is read by {readers} alone, and has no effect with "
                 f"adv_estimator={algorithm.adv_estimator}: leave it out"
             )
     if rank and (tiny or engine.name == "openai"):
@@ -102,6 +97,29 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"algorithm.gigpo.statistics={algorithm.gigpo.statistics} has no effect with "
             f"agent_proxy.reward_normalization.method=identity, which leaves rewards as they are: leave one of the two "
             f"out"
+        )
+
+
+def doubts_of(config: AgentConfig, samples: int) -> Iterator[str]:
+    """A sentence for each setting that may spoil a run, with the remedy.
+
+    Args:
+        config: of the run.
+        samples: of an iteration, at most.
+    """
+    algorithm, warmup, iterations = (
+        config.algorithm,
+        config.algorithm.critic.warmup,
+        config.trainer.iterations,
+    )
+    if warmup >= iterations:
+        yield f"algorithm.critic.warmup={warmup}: in all of the {iterations} iterations the critic learns alone"
+    steps = algorithm.epochs * math.ceil(samples / (algorithm.minibatch_size or samples))
+    if steps > 1 and not LOSSES[algorithm.policy_loss].bounds:
+        yield (
+            f"algorithm.policy_loss={algorithm.policy_loss} has no ratios, which tell how far the policy has moved, "
+            f"and up to {steps} gradient steps a batch may take it too far: set algorithm.minibatch_size=null and "
+            f"algorithm.epochs=1, or algorithm.policy_loss=clip"
         )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
+BOUNDS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
+"""The settings that bound how far a ratio counts."""
 FURTHEST = 20.0
 """Bound on log-ratios before `exp`, as in verl: beyond some 88 it is infinite, and infinity times 0 is NaN."""
 
@@ -50,8 +52,8 @@ class Loss:
     """A policy loss, and what is known of it."""
 
     compute: Callable[[Tokens, Algorithm], PolicyLoss]
-    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
-    """Gives a sentence for each setting that would have no effect."""
+    bounds: tuple[str, ...] = BOUNDS
+    """The settings of bounds that it reads; none for a loss without ratios, which tell how far several steps moved."""
 
 
 LOSSES: Registry[Loss] = Registry("policy loss")
@@ -63,7 +65,7 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
     Args:
         name: what `algorithm.policy_loss` takes.
         replace: a loss of that name.
-        about: `conflicts`.
+        about: `bounds`.
 
     It must be pure, as an estimator of `advantage`.
     """
@@ -73,6 +75,18 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
         return function
 
     return register
+
+
+def unread_bounds(config: Algorithm) -> Iterator[str]:
+    """A sentence for each bound that has no effect with the loss of a config."""
+    for name in BOUNDS:
+        value = getattr(config, name)
+        if value != getattr(type(config), name) and name not in LOSSES[config.policy_loss].bounds:
+            readers = " or ".join(loss for loss in LOSSES if name in LOSSES[loss].bounds)
+            yield (
+                f"algorithm.{name}={value} has no effect with policy_loss={config.policy_loss}, which does not read "
+                f"it: leave it out, or use {readers}"
+            )
 
 
 def policy_losses(tokens: Tokens, config: Algorithm) -> PolicyLoss:
@@ -102,47 +116,20 @@ def _clip_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     return _clipped(ratio_of(tokens.logprobs - tokens.old_logprobs), tokens, config)
 
 
-def _no_dual_clip(config: Algorithm) -> Iterator[str]:
-    if config.dual_clip is not None:
-        yield (
-            f"algorithm.dual_clip={config.dual_clip} has no effect with policy_loss={config.policy_loss}: set it to "
-            f"null, or policy_loss to clip"
-        )
-
-
-@policy_loss("gspo", conflicts=_no_dual_clip)
+@policy_loss("gspo", bounds=("clip_ratio_low", "clip_ratio_high"))
 def _gspo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """GSPO (arXiv:2507.18071): equal for the tokens of a sequence with one advantage."""
     return _clipped(sequence_ratios(tokens.logprobs - tokens.old_logprobs, tokens.rows), tokens, config)
 
 
-def _no_lower_bound(config: Algorithm) -> Iterator[str]:
-    yield from _no_dual_clip(config)
-    if config.clip_ratio_low != 0.2:
-        yield (
-            f"algorithm.clip_ratio_low={config.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
-            f"weights from above alone: leave it out"
-        )
-
-
-@policy_loss("cispo", conflicts=_no_lower_bound)
+@policy_loss("cispo", bounds=("clip_ratio_high",))
 def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """CISPO (arXiv:2506.13585, eq. 4): every token keeps its gradient, its importance weight is cut from above."""
     ratio, most = (tokens.logprobs - tokens.old_logprobs).detach().exp(), 1 + config.clip_ratio_high
     return PolicyLoss(-ratio.clamp(max=most) * tokens.advantages * tokens.logprobs, ratio > most)
 
 
-def _no_bounds(config: Algorithm) -> Iterator[str]:
-    yield from _no_dual_clip(config)
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        if getattr(config, name) != 0.2:
-            yield (
-                f"algorithm.{name}={getattr(config, name)} has no effect with policy_loss=likelihood, which has no "
-                f"ratios: leave it out"
-            )
-
-
-@policy_loss("likelihood", conflicts=_no_bounds)
+@policy_loss("likelihood", bounds=())
 def _likelihood_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """REINFORCE without ratios; with advantages of 1 the cross-entropy of supervised learning."""
     losses = -tokens.advantages * tokens.logprobs

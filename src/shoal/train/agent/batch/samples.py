@@ -87,9 +87,13 @@ def call_chains(calls: Sequence[Call]) -> list[list[int]]:
     return found
 
 
-def was_cut(trajectory: Trajectory) -> bool:
-    """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
-    return trajectory.ended == "context" or any(call.finish == "length" for call in trajectory.calls)
+def was_cut(trajectory: Trajectory, closing: str = "") -> bool:
+    """Whether a response of this episode ended because its tokens were used up, or the episode with the context.
+
+    What `agent_proxy.prompt.closing` is put behind is whole, however it ended.
+    """
+    used_up = not closing and any(call.finish == "length" for call in trajectory.calls)
+    return used_up or trajectory.ended == "context"
 
 
 # --- values of tokens, by sample and by turn

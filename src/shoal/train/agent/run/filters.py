@@ -6,16 +6,13 @@ The task's own reward is compared, never a shaped one, and failed episodes take 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.core.data import Trajectory
 from shoal.samplers.sampler import Sampling
-
-EPSILON = 1e-6
-"""Groups whose rewards have a smaller standard deviation count as equal."""
+from shoal.train.agent.algorithms.advantages import has_signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +57,29 @@ def filter_groups(
         batches: how many were played, for the report.
         gamma: discount a turn; members are compared by their discounted returns, as advantages compare them.
     """
-    groups: dict[int, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group, [])
-        if trajectory.status == "ok":
-            groups[trajectory.group].append(trajectory)
-    signal, solved, unsolved, few = [], 0, 0, 0
-    for number in sorted(groups):
-        members = groups[number]
-        if len(members) < 2:
-            few += 1
-        elif statistics.stdev(discounted(t, gamma) for t in members) > EPSILON:
-            signal.append(number)
-        elif all(t.success for t in members):
-            solved += 1
-        elif not any(t.success for t in members):
-            unsolved += 1
-    chosen = set(signal[:wanted])
-    kept = [t for t in trajectories if t.group in chosen and t.status == "ok"]
-    return kept, FilterReport(len(groups), len(signal), solved, unsolved, few, len(chosen), batches)
+    whole = [t for t in trajectories if t.status == "ok"]
+    signal = differing([discounted(t, gamma) for t in whole], whole)
+    succeeded: dict[int, list[bool]] = {t.group: [] for t in trajectories}  # the members of each group
+    for trajectory in whole:
+        succeeded[trajectory.group].append(trajectory.success)
+    equal = [members for group, members in succeeded.items() if group not in signal and len(members) > 1]
+    few = len(succeeded) - len(signal) - len(equal)
+    chosen = set(sorted(signal)[:wanted])
+    counts = (
+        len(succeeded),
+        len(signal),
+        sum(map(all, equal)),
+        sum(not any(m) for m in equal),
+        few,
+        len(chosen),
+    )
+    return [t for t in whole if t.group in chosen], FilterReport(*counts, batches)
+
+
+def differing(values: Sequence[float], episodes: Sequence[Trajectory]) -> set[int]:
+    """The groups whose episodes have different values, one an episode."""
+    groups = [t.group for t in episodes]
+    return {group for group, differs in zip(groups, has_signal(values, groups), strict=True) if differs}
 
 
 def discounted(trajectory: Trajectory, gamma: float) -> float:

@@ -13,10 +13,9 @@ from typing import Any
 from shoal.core.data import Trajectory
 from shoal.rollout.episode import Role
 from shoal.train.advice import Rejected
-from shoal.train.agent.algorithms.advantages import has_signal
 from shoal.train.agent.batch.samples import was_cut
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.run.filters import discounted
+from shoal.train.agent.run.filters import differing, discounted
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -104,14 +103,15 @@ def signal_metrics(
 ) -> dict[str, float]:
     """How many groups of those played have different rewards, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
-    with_signal = _differing([discounted(t, gamma) for t in whole], whole)
+    with_signal = differing([discounted(t, gamma) for t in whole], whole)
     row = {
         "groups_with_signal": len(with_signal) / max(1, len({t.group for t in whole})),
         "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
         "groups_trained": float(len({t.group for t in learned})),
     }
     if config.algorithm.overlong_filter:
-        row["overlong_episodes"] = sum(map(was_cut, whole)) / max(1, len(whole))
+        closing = config.agent_proxy.prompt.closing
+        row["overlong_episodes"] = sum(was_cut(t, closing) for t in whole) / max(1, len(whole))
     kinds = config.custom_envs
     if of_programs := [t for t in whole if t.env in kinds and kinds[t.env].env_type == "program"]:
         parents = [Counter(call.parent for call in t.calls) for t in of_programs]
@@ -141,14 +141,8 @@ def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
     """Share of groups whose members were paid the same by the env and differ by turns without a valid action."""
     if not whole:
         return 0.0
-    rewarded = _differing(
+    rewarded = differing(
         [discounted(t.as_played, gamma) for t in whole], whole
     )  # by what the env itself paid
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
-    return len(_differing(invalid, whole) - rewarded) / len({t.group for t in whole})
-
-
-def _differing(values: Sequence[float], whole: Sequence[Trajectory]) -> set[int]:
-    """The groups whose episodes have different values."""
-    groups = [t.group for t in whole]
-    return {group for group, kept in zip(groups, has_signal(values, groups), strict=True) if kept}
+    return len(differing(invalid, whole) - rewarded) / len({t.group for t in whole})

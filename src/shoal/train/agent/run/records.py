@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError, DataError
@@ -20,15 +18,7 @@ from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
 from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise, has_collapsed
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.policies.policy import Critic, Policy
-from shoal.train.agent.processes.distributed import Processes
-from shoal.train.agent.run.checkpoint import (
-    Progress,
-    drop_old,
-    list_checkpoints,
-    refuse_other_settings,
-    save_checkpoint,
-)
+from shoal.train.agent.run.checkpoint import Progress, drop_old, list_checkpoints, refuse_other_settings
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 logger = logging.getLogger(__name__)
@@ -76,7 +66,7 @@ class Records:
         self._config = config
         self._writes = writes
         self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
-        self._checkpoints = self.folder.path / "checkpoints"
+        self.checkpoints = self.folder.path / "checkpoints"
         self._rows: list[dict[str, Any]] = []
         self._advice: list[Advice] = []  # of the rows so far
         self._warned: set[str] = set()  # titles of advice that was logged
@@ -88,7 +78,7 @@ class Records:
 
     def only_begun(self) -> bool:
         """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
-        if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self._checkpoints):
+        if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self.checkpoints):
             return False
         return all(row.get("iteration") == 0 for row in self.folder.read_metrics())
 
@@ -113,7 +103,7 @@ class Records:
         kept = self.folder.keep_metrics("iteration", iteration)
         for part in ("", "checkpoints", "trajectories", "advantages"):
             remove_leftovers(self.folder.path / part)
-        drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
+        drop_old(self.checkpoints, self._config.trainer.keep_checkpoints)
         self._rows = list(kept)
         self._judge()
         if kept:
@@ -174,24 +164,10 @@ class Records:
             write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
         write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
 
-    def save(
-        self,
-        policy: Policy,
-        critic: Critic | None,
-        optimizer: Optimizer,
-        progress: Progress,
-        settings: dict[str, Any],
-        processes: Processes,
-        *,
-        best: bool = False,
-    ) -> None:
-        """Commit a checkpoint with all `processes`, as the best one too if it is the best so far."""
-        networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
-        given = *networks, progress, settings, keep
-        rates = self._config.rates
-        path = save_checkpoint(self._checkpoints, *given, rates=rates, best=best, processes=processes)
+    def saved(self, path: Path, iteration: int) -> None:
+        """Report a checkpoint that was committed."""
         if self._writes:
-            self.folder.event("checkpoint", step=progress.iteration, path=str(path))
+            self.folder.event("checkpoint", step=iteration, path=str(path))
 
     def collapsed(self, row: Mapping[str, Any] | None = None) -> bool:
         """Whether the policy has collapsed by the rows so far, and `row`, and the run is to end with that."""

@@ -20,7 +20,7 @@ from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch.samples import Sample, make_samples
 from shoal.train.agent.run.answers import answer_ids
 from shoal.train.agent.run.filters import filter_groups
-from shoal.train.agent.supervised.warmup import imitate, imitator
+from shoal.train.agent.supervised.warmup import imitate
 from shoal.train.agent.update import Learner
 
 RANDOM = 0.8
@@ -83,8 +83,5 @@ def rehearse(
         tokens = answer_ids(word, role, prompter.variant(role.prompt).config, sampling, prompter.tokenizer)
         answered = Call(trajectory.prompt_ids(turn.call), None, tokens, (0.0,) * len(tokens))
         samples += make_samples(replace(trajectory, calls=(answered,), turns=()))
-    algorithm, optimizer = learner.algorithm, learner.optimizer
-    limits = algorithm.micro_batch_tokens, algorithm.batching, algorithm.max_grad_norm
-    imitating = imitator(learner.policy, optimizer, *limits, learner.processes)
-    loss = imitate(imitating, samples, " in its rehearsal", scale)
+    loss = imitate(learner, samples, " in its rehearsal", scale)
     return {"rehearsal_loss": loss, "episodes_stuck": share}

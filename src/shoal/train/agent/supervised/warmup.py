@@ -32,7 +32,7 @@ from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch.packing import Batching
 from shoal.train.agent.batch.samples import Sample, make_samples
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, KLPenalty, Warmup
-from shoal.train.agent.optimizer import MasterAdamW, split_optimizer, trained_parameters
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.policy import Policy
 from shoal.train.agent.processes.distributed import ALONE, Processes
 from shoal.train.agent.run.playing import SharedCollector, refuse_all_failed
@@ -133,7 +133,10 @@ def warm_up(
     if steps == "auto":
         raise ConfigError("warmup.steps=auto must be a number by now: see warmup_steps")
     optimizer = split_optimizer(trained_parameters(policy.module), None, config.learning_rate, 0.0, 0.0)
-    learner = imitator(policy, optimizer, micro_batch_tokens, batching, config.max_grad_norm, processes)
+    algorithm = Algorithm(
+        micro_batch_tokens=micro_batch_tokens, batching=batching, max_grad_norm=config.max_grad_norm
+    )
+    learner = Learner(policy, optimizer, algorithm, AgentProxy(), processes=processes)
     given = policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
     with warmup_samples(*given) as plays:
         for step in range(steps):
@@ -142,36 +145,26 @@ def warm_up(
             yield imitate(learner, samples, f" in warm-up step {step + 1}")
 
 
-def imitator(
-    policy: Policy,
-    optimizer: MasterAdamW,
-    micro_batch_tokens: int,
-    batching: Batching,
-    max_grad_norm: float | None,
-    processes: Processes,
-) -> Learner:
-    """Who learns what was answered, by the cross-entropy."""
-    algorithm = Algorithm(
-        policy_loss="likelihood",
-        loss_aggregation="token_mean",
-        kl=KLPenalty(0.0),
-        micro_batch_tokens=micro_batch_tokens,
-        batching=batching,
-        max_grad_norm=max_grad_norm,
-    )
-    proxy = AgentProxy(temperature=1.0)
-    return Learner(policy, optimizer, algorithm, proxy, processes=processes, log_entropy=False)
-
-
 def imitate(learner: Learner, samples: Sequence[Sample], what: str, weight: float = 1.0) -> float:
-    """One step on the cross-entropy times a weight; gives its mean, in nats a token."""
-    totals, weighted = Totals(), []
+    """One step of a learner's optimizer on the cross-entropy times a weight; gives its mean, in nats a token.
+
+    Of the learner's settings those of memory and the length of gradients hold.
+    """
+    given, totals, weighted = learner.algorithm, Totals(), []
+    algorithm = Algorithm(
+        policy_loss="likelihood", loss_aggregation="token_mean", kl=KLPenalty(0.0), batching=given.batching,
+        micro_batch_tokens=given.micro_batch_tokens, max_grad_norm=given.max_grad_norm,
+    )  # fmt: skip
+    plain = AgentProxy(temperature=1.0)
+    imitating = Learner(
+        learner.policy, learner.optimizer, algorithm, plain, processes=learner.processes, log_entropy=False
+    )
     for sample in samples:
         known = sample.columns["rollout_logprobs"]
         weighted.append(
             sample.with_column("advantages", np.full_like(known, weight)).with_column("old_logprobs", known)
         )
-    gradient_step(learner, weighted, totals, what=what)
+    gradient_step(imitating, weighted, totals, what=what)
     summed = totals.over(learner.processes)
     return -summed.logprob / summed.tokens
 
