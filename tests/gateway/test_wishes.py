@@ -221,7 +221,13 @@ def test_a_completion_is_the_text_as_it_is_and_tokens_go_on_from_a_call(serve): 
     assert [recorded.call.parent for recorded in session.calls] == [None, 0]
     assert session.calls[1].call.new_prompt_ids == engine.tokenizer.encode(" a")
     assert second.choices[0].text == engine.tokenizer.decode(session.calls[1].call.response_ids)
-    chat = agent.chat.completions.create(messages=[{"role": "user", "content": "Once upon"}], **CHAT, **more)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    chat = agent.chat.completions.create(
+        messages=[{"role": "user", "content": "Once upon"}], logprobs=True, **CHAT, **more
+    )
+    said = chat.choices[0].logprobs.content
+    assert "".join(one.token for one in said) == chat.choices[0].message.content
+    assert [bytes(one.bytes).decode() for one in said] == [one.token for one in said]
     assert session.calls[2].call.parent is None
     assert chat.choices[0].token_ids == list(session.calls[2].call.response_ids)
     assert chat.prompt_token_ids == list(session.calls[2].call.new_prompt_ids)

@@ -62,12 +62,8 @@ def completion_answer(asked: ChatRequest, session: str, answers: Sequence[Choice
             "index": index, "text": answer.text, "finish_reason": "length" if answer.cut else "stop", "logprobs": None,
         }  # fmt: skip
         if asked.logprobs:
-            tokens = [f"token_id:{token}" for token in done.token_ids]
-            choice["logprobs"] = {
-                "tokens": tokens,
-                "token_logprobs": list(done.logprobs),
-                "top_logprobs": None,
-            }
+            said = {"tokens": list(answer.pieces), "token_logprobs": list(done.logprobs)}
+            choice["logprobs"] = {**said, "top_logprobs": None, "text_offset": None}
         if asked.token_ids:
             choice |= {"token_ids": list(done.token_ids), "prompt_token_ids": list(answer.prompt_ids)}
         choices.append(choice)

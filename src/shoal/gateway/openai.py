@@ -245,9 +245,10 @@ def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> 
         if asked.token_ids:
             choice["token_ids"] = list(answer.completion.token_ids)
         if asked.logprobs:
-            pairs = zip(answer.completion.token_ids, answer.completion.logprobs, strict=True)
+            pairs = zip(answer.pieces, answer.completion.logprobs, strict=True)
             content: list[dict[str, Any]] = [
-                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
+                {"token": text, "logprob": p, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, p in pairs
             ]
             choice["logprobs"] = {"content": content, "refusal": None}
         choices.append(choice)

@@ -57,6 +57,7 @@ class Choice:
     prompt_ids: tuple[int, ...]
     new_tokens: int  # of the prompt, beyond what the parent had
     stop: str | None = None  # the text that ended it; it is part of the tokens, not of what is said
+    pieces: tuple[str, ...] = ()  # the text of each token, where log-probabilities were asked for
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,7 +137,7 @@ class Tokens:
 
     def _make(self, tools: Sequence[Tool]) -> ChatFormat:
         try:
-            chat = ToolChat(self.tokenizer, tools)
+            chat = ToolChat(self.tokenizer, tools, in_full=True)
         except ConfigError as error:
             raise RefusedError(f"tools: {error}", param="tools") from error
         return ChatFormat(chat, Prompter(PromptConfig(), self.tokenizer, chat))
@@ -172,6 +173,7 @@ class Written(NamedTuple):
     calls: tuple[ToolCall, ...]
     stop: str | None  # the text that ended it
     sent_back: tuple[str, ...]  # how programs send it back; as it was said first
+    pieces: tuple[str, ...]  # the text of each token, where log-probabilities were asked for
 
 
 class Session:
@@ -464,7 +466,9 @@ class Session:
             if stop is not None and text == f"{text[:end]}{stop}":
                 sent_back.append(text)  # programs may put the stop text back
             whole = (_sent_back(*tools.split(f"{asked.begun}{way}")) for way in sent_back)
-            found.append(Written(*tools.split(text[:end]), stop, tuple(whole)))
+            decode = self._tokens.tokenizer.decode
+            pieces = tuple(decode([token]) for token in one.token_ids) if asked.logprobs else ()
+            found.append(Written(*tools.split(text[:end]), stop, tuple(whole), pieces))
         return found
 
     # --- the record
@@ -484,7 +488,7 @@ class Session:
         ways = text.sent_back if asked.raw is None else ()  # no chat goes on from what was none
         for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
             self._ends.setdefault(turns, []).append(number)
-        return Choice(number, text.text, text.calls, done, ids, len(ids) - known, text.stop)
+        return Choice(number, text.text, text.calls, done, ids, len(ids) - known, text.stop, text.pieces)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent.

@@ -29,10 +29,16 @@ class ToolChat:
         tokenizer: of the model.
         tools: those that it may call.
         max_turns: responses with calls in an episode; behind the last of them it is truncated.
+        in_full: whether the tiny model too is shown whole schemas, as programs and their tests expect it.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, tools: Sequence[Tool] = (), max_turns: int = MAX_TURNS
+        self,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[Tool] = (),
+        max_turns: int = MAX_TURNS,
+        *,
+        in_full: bool = False,
     ) -> None:
         self.max_turns = max_turns
         self.tools = {tool.name: tool for tool in tools}
@@ -40,7 +46,8 @@ class ToolChat:
         """Makes the prompts: its template writes the tools, where it can."""
         self.grammar: Grammar = "tags"
         schemas = [tool.schema for tool in tools]
-        self._tiny = isinstance(tokenizer, TinyTokenizer)  # each letter is a token: what it is shown is short
+        # each letter is a token to the tiny model: what it is shown is short
+        self._tiny = isinstance(tokenizer, TinyTokenizer) and not in_full
         self._template: TemplateTools | None = None
         self._description = ""  # of the tools, for the system message
         if isinstance(tokenizer, TemplateTokenizer):
