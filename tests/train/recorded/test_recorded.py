@@ -363,6 +363,7 @@ def test_a_run_does_not_go_on_with_other_settings_or_samples(model, batch, tmp_p
         ({"loss_aggregation": "mean"}, "loss_aggregation must be"),
         ({"batching": "pack"}, "batching must be"),
         ({"checkpoint_every": -1}, "checkpoint_every must be 0 or positive"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or positive"),
     ],
 )
 def test_settings_without_effect_or_meaning_are_refused(settings, message):
