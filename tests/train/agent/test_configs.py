@@ -47,7 +47,7 @@ SMALL = [
 ]
 ENVS = names()  # before other tests register theirs
 shipped = functools.cache(compose_config)
-NEEDS = {"reasoning_gym": "reasoning_gym", "textarena": "textarena", "textworld": "textworld"}
+NEEDS = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "pettingzoo")}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,7 +145,9 @@ def _made(id: str, kwargs: Mapping[str, Any], render_mode: str | None) -> tuple[
     library("pettingzoo")
     path, _, name = id.partition(":")
     try:
-        make = getattr(importlib.import_module(path), name or "env")
+        with warnings.catch_warnings():  # that ids of a registry will replace modules some day
+            warnings.simplefilter("ignore", DeprecationWarning)
+            make = getattr(importlib.import_module(path), name or "env")
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{id!r} is no game of PettingZoo: {error}") from error
     try:
