@@ -304,11 +304,15 @@ def _against_collapse(run: Run) -> str:
     """What can act here, in the order in which it was seen to help."""
     if run.values("n_minibatches"):  # PPO
         return "Lower the learning rate, or raise entropy_coef."
-    rate, held = (_now(run.setting(f"algorithm.{name}")) for name in ("learning_rate", "kl.coef"))
-    remedies = [f"Lower algorithm.learning_rate to a third{rate}", "raise algorithm.entropy_coef"]
-    if run.setting("engine.name") not in (None, "tiny"):  # a fresh model has nothing to hold on to
-        remedies += [f"hold the policy with a higher algorithm.kl.coef{held}"]
-    return f"{', '.join(remedies)}, or play more groups an update."
+    rate, held = run.setting("algorithm.learning_rate"), run.setting("algorithm.kl.coef")
+    remedies = [f"lower algorithm.learning_rate to a third{_now(rate)}", "play more groups an update"]
+    if run.setting("engine.name") in (None, "tiny"):  # a fresh model has nothing to hold on to
+        remedies.insert(1, "raise algorithm.entropy_coef")
+    elif not (is_number(held) and held >= 1):
+        hold = f"set algorithm.kl.coef=1{_now(held)}, which holds the policy near its start, so that it goes on trying"
+        remedies.insert(0, hold)
+    text = ", or ".join(remedies)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _now(value: Any) -> str:
