@@ -18,6 +18,8 @@ from shoal.core.errors import ConfigError, EnvError, format_error
 from shoal.envs.catalogue import function_named
 
 RANDOM = "random"
+MOST_MOVES = 10_000
+"""That the other seats make in a row."""
 WAIT_SECONDS = 0.5
 """Before a server is asked again, doubled each time."""
 TRIED_AGAIN = {408, 409, 429, *range(500, 600)}

@@ -28,16 +28,13 @@ from shoal.gateway.sessions import Choice
 from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
-UNUSED = {
-    "seed", "reasoning", "reasoning_effort", "thinking", "verbosity", "service_tier", "metadata", "store", "user",
-    "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-}  # fmt: skip
-"""Parameters that nothing comes of here: they are counted where they ask something of the answer."""
+UNUSED = {"seed", "reasoning", "reasoning_effort", "thinking", "verbosity"}
+"""Parameters that have no effect here, and are counted."""
 SILENT = {
     "service_tier", "metadata", "store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 }  # fmt: skip
-"""Those of them that ask nothing of it."""
-CHAT = UNUSED | {
+"""Parameters that ask nothing of the answer."""
+CHAT = UNUSED | SILENT | {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
     "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "frequency_penalty",
     "presence_penalty", "response_format", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
@@ -152,7 +149,7 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages must be a list with at least one message", param="messages")
     wishes = Wishes()
-    wishes.unused(body, UNUSED - SILENT)
+    wishes.unused(body, UNUSED)
     wishes.answer_in_json(body.get("response_format"), "response_format")
     tools = tools_of(body, wishes)
     options = body.get("stream_options") or {}

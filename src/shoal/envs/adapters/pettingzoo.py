@@ -11,15 +11,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.adapters.library import library
-from shoal.envs.opponents import Opponent, seat_of
+from shoal.envs.opponents import MOST_MOVES, Opponent, seat_of
 from shoal.envs.spaces import own_space
 from shoal.envs.text import build_config
-
-MOST_MOVES = 10_000
-"""That others make in a row."""
 
 
 class TurnGameEnv(gymnasium.Env[Any, Any]):
@@ -111,7 +108,7 @@ class TurnGameEnv(gymnasium.Env[Any, Any]):
             if not (terminated or truncated):
                 move = self._choose(shown, self._legal(mask), self._rng)
             self.game.step(move)
-        raise ConfigError(f"the other seats made {MOST_MOVES} moves in a row")
+        raise EnvError(f"the other seats made {MOST_MOVES} moves in a row")
 
     def _legal(self, mask: Any) -> Any:
         if not isinstance(self.action_space, spaces.Discrete):

@@ -11,13 +11,11 @@ import numpy as np
 from shoal.core.errors import ConfigError, EnvError, format_error
 from shoal.core.seeding import stream
 from shoal.envs.adapters.library import LibraryEnv, library
-from shoal.envs.opponents import Opponent, seat_of
+from shoal.envs.opponents import MOST_MOVES, Opponent, seat_of
 from shoal.envs.text import Action, Outcome, check_numbers
 
 _MOVE = re.compile(r"'(\[[^\[\]']{1,40}\])'")
 """A legal move, as the games list them: '[4]', '[row, column]'."""
-MOST_MOVES = 10_000
-"""That others make in a row."""
 
 
 @dataclass(frozen=True)
