@@ -15,10 +15,10 @@ import pytest
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
+from shoal.envs.tools import Tool
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
 from shoal.rollout.tools.chat import ToolChat
-from shoal.rollout.tools.functions import Tool
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine, TinyShape

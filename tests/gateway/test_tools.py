@@ -7,9 +7,9 @@ import urllib.request
 
 import pytest
 
+from shoal.envs.tools import function_tool
 from shoal.gateway.server import Gateway, GatewayServer
 from shoal.rollout.tools.chat import ToolChat
-from shoal.rollout.tools.functions import function_tool
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TinyTokenizer
 from tests.rollout.tools import test_chats

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
+from shoal.envs.tools import Tool
 from shoal.gateway.chats import (
     ChatRequest,
     Part,
@@ -21,7 +22,6 @@ from shoal.gateway.chats import (
 )
 from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Choice
-from shoal.rollout.tools.functions import Tool
 
 UNUSED = {"thinking", "context_management", "speed"}
 """Parameters that nothing comes of here."""

@@ -19,7 +19,7 @@ from shoal.core.data import ToolUse
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
 from shoal.envs.calls import in_order_of_calls, with_tools, written_call, written_result
-from shoal.rollout.tools.functions import Tool
+from shoal.envs.tools import Tool
 from shoal.samplers.sampler import Sampling
 
 PICKING = {

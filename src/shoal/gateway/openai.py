@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
+from shoal.envs.tools import Tool
 from shoal.gateway.chats import (
     ChatRequest,
     Part,
@@ -25,7 +26,6 @@ from shoal.gateway.chats import (
     turns_of,
 )
 from shoal.gateway.sessions import Choice
-from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import Sampling
 
 UNUSED = {"seed", "reasoning", "reasoning_effort", "thinking", "verbosity"}

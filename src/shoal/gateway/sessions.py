@@ -26,10 +26,10 @@ from shoal.core.data import INVALID_JSON, Call, Counted, Requests
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.executors import in_own_thread
 from shoal.envs.actions import ToolCall
+from shoal.envs.tools import Tool
 from shoal.gateway.chats import PICKING, ChatRequest, Part, RefusedError, Turn, from_json
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
-from shoal.rollout.tools.functions import Tool
 from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request, Sampling
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import available_cpus, in_own_thread
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
+from shoal.envs.tools import Tool
 from shoal.rollout.episode import Role
 from shoal.rollout.hosts.episodes import close_env
 from shoal.rollout.hosts.pool import EnvPool
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.tools.chat import tool_words
-from shoal.rollout.tools.functions import Tool
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
 from shoal.vector.vector_env import VectorPool

@@ -12,8 +12,9 @@ from tests.rollout.tools import functions
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projected, Projection, ToolCall
 from shoal.envs.calls import MOST_CALLS, read_calls, written_call
+from shoal.envs.tools import function_tool
 from shoal.rollout.tools.chat import ToolChat, tool_words
-from shoal.rollout.tools.functions import function_tool, run_functions
+from shoal.rollout.tools.functions import run_functions
 from shoal.samplers.tokenizers import TinyTokenizer
 
 JSON = st.recursive(

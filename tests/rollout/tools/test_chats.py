@@ -10,8 +10,8 @@ from tests.rollout.tools import functions
 from shoal import ParallelRolloutManager
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
+from shoal.envs.tools import function_tool
 from shoal.rollout.tools.chat import ToolChat
-from shoal.rollout.tools.functions import function_tool
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TemplateTokenizer
 from shoal.train.agent.batch.samples import make_samples

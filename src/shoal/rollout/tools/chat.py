@@ -13,7 +13,7 @@ from dataclasses import replace
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
 from shoal.envs.calls import Grammar, read_calls, tagged_calls, with_tools, written_call, written_result
-from shoal.rollout.tools.functions import Tool
+from shoal.envs.tools import Tool
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
 from shoal.samplers.tokenizers import TemplateTokenizer, TinyTokenizer

@@ -1,131 +1,16 @@
-"""Typed Python functions as tools: the signature and the docstring are the schema, arguments are checked against it."""
+"""Typed Python functions as tools of an episode: called where it is played, each within its time."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from shoal.core.data import ToolUse
-from shoal.core.errors import ConfigError, format_error, whole_characters
+from shoal.core.errors import format_error
 from shoal.core.executors import in_own_thread
 from shoal.envs.actions import ToolCall
-
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool as a model is shown it."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]  # JSON Schema of an object
-    timeout: float = 10.0  # seconds of one call
-    max_chars: int = 4096  # of a result; the rest is cut
-    function: Callable[..., Any] | None = None
-    """Its arguments are checked against its signature; None of a server's, which checks them itself."""
-
-    @property
-    def in_hosts(self) -> bool:
-        """Whether it runs where episodes are played; other tools run beside the driver."""
-        return self.function is not None and not inspect.iscoroutinefunction(self.function)
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """What is recorded of it, and put into prompts."""
-        return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-
-    def problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with these arguments."""
-        try:
-            self.converted(arguments)
-        except (msgspec.ValidationError, ValueError) as error:
-            return str(error).replace(" - at `$.", " - at `").replace(" - at `$`", "")
-        return None
-
-    def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the types of the function, and those alone that were given."""
-        if self.function is None:
-            return dict(arguments)
-        whole: Any = msgspec.convert(dict(arguments), _checks(self.function))
-        return {name: getattr(whole, name) for name in arguments}
-
-    def result(self, value: Any) -> str:
-        """What a tool returned as text: JSON if it is none, cut to `max_chars`."""
-        text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
-        text = whole_characters(text)
-        if len(text) > self.max_chars:
-            text = f"{text[: self.max_chars]}… (cut: {len(text)} characters)"
-        return text
-
-
-def function_tool(
-    function: Callable[..., Any], timeout: float = Tool.timeout, max_chars: int = Tool.max_chars
-) -> Tool:
-    """A typed function as a tool.
-
-    Raises:
-        ConfigError: a parameter without a type, or with one that JSON has not; it names function and parameter.
-    """
-    name = getattr(function, "__name__", "")
-    if not NAME.match(name):
-        raise ConfigError(f"a tool must be a function with a name, got {function!r:.80}: use def")
-    try:
-        (_,), parts = msgspec.json.schema_components([_checks(function)])
-    except (NameError, TypeError, ValueError) as error:
-        raise ConfigError(f"tool {name}: {error}; use types that JSON has, or dataclasses of them") from error
-    schema = {key: value for key, value in parts.pop(name).items() if key != "title"}
-    schema.pop("additionalProperties", None)
-    if parts:
-        schema["$defs"] = parts
-    description, _ = _docstring(inspect.getdoc(function) or "")
-    return Tool(name, description, schema, timeout, max_chars, function)
-
-
-@lru_cache(maxsize=256)
-def _checks(function: Callable[..., Any]) -> type:
-    """A struct with the parameters of a function, which its arguments must fit.
-
-    Raises:
-        TypeError: a parameter without a type or name, or a type that msgspec does not know.
-    """
-    _, notes = _docstring(inspect.getdoc(function) or "")
-    fields: list[Any] = []
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"{parameter} cannot be given by name: list the parameters")
-        if parameter.annotation is parameter.empty:
-            raise TypeError(f"parameter {parameter.name} has no type")
-        kind = parameter.annotation
-        if note := notes.get(parameter.name):
-            kind = Annotated[kind, msgspec.Meta(description=note)]
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        fields.append((parameter.name, kind, *default))
-    return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
-
-
-def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says before `Args:`, and of each parameter there (Google's form)."""
-    head, _, rest = text.partition("\nArgs:\n")
-    notes: dict[str, str] = {}
-    last = ""
-    for line in rest.splitlines():
-        if found := re.match(r"    (\w+)(?: \([^)]*\))?: (.*)", line):
-            last = found[1]
-            notes[last] = found[2].strip()
-        elif line.startswith("     ") and last:
-            notes[last] += f" {line.strip()}"
-        elif line.strip():
-            break
-    head = re.split(r"\n(?:Returns|Raises|Yields|Example|Examples):\n", head)[0]
-    return " ".join(head.split()), notes
+from shoal.envs.tools import Tool
 
 
 def run_functions(

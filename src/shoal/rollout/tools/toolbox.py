@@ -22,8 +22,9 @@ from shoal.core.executors import Closing
 from shoal.core.files import append_line, read_json, whole_lines, write_bytes
 from shoal.envs.actions import ToolCall
 from shoal.envs.catalogue import function_named
+from shoal.envs.tools import NAME, Tool, function_tool
 from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
-from shoal.rollout.tools.functions import NAME, Tool, came_of, function_tool, late
+from shoal.rollout.tools.functions import came_of, late
 from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer

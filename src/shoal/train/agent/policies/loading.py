@@ -11,9 +11,9 @@ from torch import nn
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
+from shoal.envs.tools import Tool
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import words_of_roles
-from shoal.rollout.tools.functions import Tool
 from shoal.samplers.models import resolve_model
 from shoal.samplers.registry import EngineConfig, close_engine, make_engine
 from shoal.samplers.sampler import require_trainable, require_weights
