@@ -31,6 +31,7 @@ ALSO = {
     "shoal.envs": (
         "shoal.envs.text.TextEnv",
         "shoal.envs.text.Outcome",
+        "shoal.envs.tool_env.ToolEnv",
         "shoal.envs.actions.Projection",
         "shoal.envs.catalogue.make",
         "shoal.envs.catalogue.register",

@@ -134,6 +134,30 @@ def _depth(value: Any, depth: int = 0) -> int:
     return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
 
 
+# --- as the action of an env
+def calls_as_action(calls: Sequence[ToolCall]) -> str:
+    """Calls as the action of an env that acts by tools: text, which every worker takes."""
+    return msgspec.json.encode(calls).decode()
+
+
+def calls_of_action(action: str) -> list[ToolCall]:
+    """The calls in an action; none where it is no list of calls.
+
+    >>> calls_of_action('[{"name": "look", "arguments": {}}]')
+    [ToolCall(name='look', arguments={}, error=None)]
+    """
+    try:
+        calls = msgspec.json.decode(action, type=list[ToolCall])
+    except _BROKEN:
+        return []
+    return [
+        call
+        if call.error is not None or isinstance(call.arguments, dict)
+        else replace(call, error="the arguments must be a JSON object")
+        for call in calls
+    ]
+
+
 # --- what came of them
 def in_order_of_calls(calls: Sequence[str | None], results: Sequence[tuple[str | None, T]]) -> list[T]:
     """The results of parallel calls in the order of the calls; as they came, where calls or results have no ids.

@@ -454,7 +454,7 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
             raise AssertionError(f"{at.name}.observe() gave {observation!r:.80}, but {why}")
         expect(env.observe() == env.observe(), f"{at.name}.observe() must not change the env")
         words = [word for word in info["available_actions"] if "<" not in word]
-        action = _action(env, choose.choice(words), at) if words else env.action_space.sample()
+        action = _action(env, choose.choice(words), at) if words else _free_action(env, choose)
         step += 1
         at.goes_to(seed, step)
         observation, reward, terminated, truncated, info = env.step(action)
@@ -471,6 +471,12 @@ def _shown(env: TextEnv[Any], observation: Any, info: dict[str, Any], **more: An
     seen = observation.tobytes() if isinstance(observation, np.ndarray) else observation
     infos = {f"info[{key!r}]": value for key, value in info.items() if key not in inside}
     return {"observation": seen, **more, **infos}
+
+
+def _free_action(env: TextEnv[Any], choose: random.Random) -> Any:
+    """A random call of a tool, or text."""
+    calls = env.random_action(np.random.default_rng(choose.getrandbits(63))) if env.calls_tools else None
+    return env.action_space.sample() if calls is None else calls
 
 
 def _action(env: TextEnv[Any], word: str, at: Place) -> Any:

@@ -90,6 +90,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     Where the class does not state one and 0 is an action, it is the number behind the last action.
     """
     observation_space: gymnasium.Space[Any] = FreeText(ANY_TEXT)
+    calls_tools: bool = False
+    """Whether its actions are calls of tools, see `shoal.envs.ToolEnv`."""
     _states_invalid: ClassVar[bool] = False
     seed_stream: ClassVar[str] = "TextEnv"
     """Names the random stream of a seed: it does not change where the class is renamed or has subclasses."""

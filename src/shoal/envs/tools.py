@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
-from shoal.core.errors import ConfigError, whole_characters
+from shoal.core.errors import ConfigError, EnvError, whole_characters
+from shoal.envs.actions import ToolCall
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
 
@@ -88,16 +90,22 @@ def function_tool(
     return Tool(name, description, schema, timeout, max_chars, function)
 
 
-@lru_cache(maxsize=256)
 def _checks(function: Callable[..., Any]) -> type:
-    """A struct with the parameters of a function, which its arguments must fit.
+    """A struct with the parameters of a function, or of a method without its object, which its arguments must fit."""
+    method = getattr(function, "__func__", None)
+    return _struct(function, 0) if method is None else _struct(method, 1)
+
+
+@lru_cache(maxsize=256)
+def _struct(function: Callable[..., Any], skipped: int) -> type:
+    """A struct with the parameters of a function behind the first few.
 
     Raises:
         TypeError: a parameter without a type or name, or a type that msgspec does not know.
     """
     _, notes = _docstring(inspect.getdoc(function) or "")
     fields: list[Any] = []
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[skipped:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot be given by name: list the parameters")
         if parameter.annotation is parameter.empty:
@@ -125,3 +133,68 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
             break
     head = re.split(r"\n(?:Returns|Raises|Yields|Example|Examples):\n", head)[0]
     return " ".join(head.split()), notes
+
+
+# --- tools of an episode
+def tools_of(info: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """The tools that an env names in the info of its reset.
+
+    Raises:
+        EnvError: there are none, two have one name, or one is not described by name, description and parameters.
+    """
+    listed = info.get("tools")
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise EnvError(f"info['tools'] of a reset must list the tools of the episode, got {listed!r:.80}")
+    try:
+        tools = tuple(msgspec.convert(dict(schema), _Described).tool for schema in listed)
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            f"each of info['tools'] must have name, description and parameters (a JSON schema): {error}"
+        ) from error
+    check_names(tools)
+    return tools
+
+
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool as an env describes it."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, self.parameters or {"type": "object", "properties": {}})
+
+
+def check_names(tools: Sequence[Tool]) -> None:
+    """Refuse names that templates and servers do not take, and two of one name."""
+    names = [tool.name for tool in tools]
+    for name in names:
+        if not NAME.match(name):
+            raise EnvError(f"the name of a tool must match {NAME.pattern}, got {name!r:.80}")
+        if names.count(name) > 1:
+            raise EnvError(f"an env has two tools named {name!r}: rename one")
+
+
+def random_call(tool: Tool, rng: np.random.Generator) -> ToolCall | None:
+    """A call with random values of the parameters that must be given; None where one of them is no choice or number."""
+    properties, values = tool.parameters.get("properties", {}), {}
+    for name in tool.parameters.get("required", ()):
+        choices = _choices(properties.get(name, {}))
+        if not choices:
+            return None
+        values[name] = choices[int(rng.integers(len(choices)))]
+    return ToolCall(tool.name, values)
+
+
+def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Values that a schema allows: those that it lists, or numbers of its range, of which ten at most are taken."""
+    if "enum" in schema:
+        return list(schema["enum"])
+    if schema.get("type") == "boolean":
+        return (False, True)
+    if schema.get("type") not in ("integer", "number"):
+        return ()
+    least = int(schema.get("minimum", 0))
+    return range(least, min(int(schema.get("maximum", least + 9)), least + 9) + 1)

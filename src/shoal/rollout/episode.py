@@ -30,6 +30,7 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EngineError, EnvError, format_error, whole_characters
 from shoal.envs.actions import Projected, Projection, ToolCall
+from shoal.envs.tools import Tool, tools_of
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
 from shoal.samplers.sampler import Completion, Key, Message, Request, Sampling
@@ -48,6 +49,8 @@ class Role:
     """Settings of `PromptConfig` that this kind of env has of its own."""
     draws_actions: bool = True
     """Whether the env can name a valid action at random; it cannot where actions are free text without a rule."""
+    tools: tuple[Tool, ...] | None = None
+    """Of an env that acts by tools: those of its episode with seed 0, others may have others; None of other envs."""
 
     def word(self, action: int | str) -> str:
         """The env's word for an action."""
@@ -126,9 +129,12 @@ class Episode:
 
         Raises:
             TypeError, ValueError: what was observed is no text or picture.
-            EnvError: the info is no dict, or its actions are no list.
+            EnvError: the info is no dict, its actions are no list, or it lacks the tools of an env that acts by them.
         """
-        self._see(observation, info_of(info))
+        info = info_of(info)
+        if self.role.tools is not None:
+            self._prompter = self._prompter.offering(tools_of(info))
+        self._see(observation, info)
 
     @property
     def scene(self) -> Scene:
@@ -195,6 +201,8 @@ class Episode:
             ) from error
         response = self._prompter.config.response(written)
         read, tools = partial(self.role.project, words=self.words), self._prompter.tools
+        if self.role.tools is not None and tools is not None:
+            return self.say(response, tools.act(response))
         return self.say(response, read(response) if tools is None else tools.read(response, read))
 
     def say(self, response: str, projected: Projected) -> list[int | str]:
@@ -216,8 +224,8 @@ class Episode:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools in the last response."""
-        return self._projected.calls
+        """The calls of tools in the last response, but for those that are the env's action."""
+        return self._projected.calls if self.role.tools is None else ()
 
     def use(self, uses: Sequence[ToolUse]) -> None:
         """Record what came of the calls of this turn, in their order."""
@@ -245,6 +253,8 @@ class Episode:
         self._reward += number
         self._valid, self._success = self._valid and bool(valid), bool(success)
         self._terminated, self._truncated = bool(terminated), bool(truncated)
+        if self.role.tools is not None:
+            self._used = results_of(self._projected.calls, info)
         self._see(observation, info)
 
     def end_turn(self) -> Turn | None:
@@ -280,7 +290,7 @@ class Episode:
         self._turns.append(turn)
         self._chat.append({"role": "assistant", "content": self._response})
         self._before = (self._prompt, completion.token_ids)
-        if used and self._prompter.tools is not None:
+        if used and self.role.tools is None and self._prompter.tools is not None:
             cut = len(self._turns) - len(self._past) >= self._prompter.tools.max_turns
         else:
             self._past.append(PastTurn(self._text_before, self._response, words, self._reward))
@@ -329,6 +339,26 @@ class Episode:
         self.anchor = anchor_of(info, self._text or self._image)
         for text in (self._text, self.anchor, *self.words, self._image or ""):
             _text(text)
+
+
+def results_of(calls: Sequence[ToolCall], info: Mapping[str, Any]) -> tuple[ToolUse, ...]:
+    """What an env that acts by tools says came of the calls of a step.
+
+    Raises:
+        EnvError: it does not have a text, or `{"error": text}`, for each call.
+    """
+    given = info.get("tool_results")
+    if not isinstance(given, list | tuple) or len(given) != len(calls):
+        raise EnvError(f"info['tool_results'] must list what came of {len(calls)} calls, got {given!r:.80}")
+    uses = []
+    for call, said in zip(calls, given, strict=True):
+        parts = {"result": said} if isinstance(said, str) else said
+        if not isinstance(parts, Mapping) or not isinstance(parts.get("error", parts.get("result")), str):
+            raise EnvError(
+                f"each of info['tool_results'] must be text or {{'error': text}}, got {said!r:.80}"
+            )
+        uses.append(ToolUse(call.name, call.arguments, parts.get("result", ""), parts.get("error")))
+    return tuple(uses)
 
 
 def words_of(info: Mapping[str, Any]) -> list[str]:

@@ -16,11 +16,11 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import available_cpus, in_own_thread
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
-from shoal.envs.tools import Tool
+from shoal.envs.tools import Tool, tools_of
 from shoal.rollout.episode import Role
 from shoal.rollout.hosts.episodes import close_env
 from shoal.rollout.hosts.pool import EnvPool
-from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.prompts import TOOL_PROMPT, PromptConfig
 from shoal.rollout.tools.chat import tool_words
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
@@ -38,6 +38,8 @@ class _Facts(NamedTuple):
     projection: Projection
     max_steps: int
     draws_actions: bool
+    tools: tuple[Tool, ...] | None = None
+    """Of an env that acts by them, in its episode with seed 0."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class EnvTag:
             return known
         env = resolve_text(self.env_type, self.env_config)()
         try:
-            known = _Facts(env.instructions, env.projection, env.max_steps, env.draws_actions)
+            tools = tools_of(env.reset(seed=0)[1]) if env.calls_tools else None
+            known = _Facts(env.instructions, env.projection, env.max_steps, env.draws_actions, tools)
         finally:
             close_env(env)
         self.__dict__["_facts"] = known
@@ -283,7 +286,10 @@ def make_roles(
         projection = facts.projection
         if (most := kind.max_actions_per_turn) > 1:
             projection = replace(projection, separator=kind.action_sep, max_actions=most)
-        roles[tag] = Role(tag, facts.instructions, projection, turns, kind.prompt, facts.draws_actions)
+        prompt = kind.prompt if facts.tools is None else {**TOOL_PROMPT, **kind.prompt}
+        roles[tag] = Role(
+            tag, facts.instructions, projection, turns, prompt, facts.draws_actions, facts.tools
+        )
     return roles
 
 
@@ -296,7 +302,8 @@ def words_of(config: Any, tools: Sequence[Tool] = ()) -> list[str]:
 
 def words_of_roles(roles: Mapping[str, Role], tools: Sequence[Tool] = ()) -> list[str]:
     """The words for actions of these roles, and pieces of calls of these tools."""
-    return sorted({word for role in roles.values() for word in role.projection.words()}) + tool_words(tools)
+    words = sorted({word for role in roles.values() for word in role.projection.words()})
+    return words + tool_words([*tools, *(tool for role in roles.values() for tool in role.tools or ())])
 
 
 def part_of(kind: type[C], config: Any) -> C:

@@ -357,6 +357,9 @@ class TrajectoryCollector(Closing):
         self.tags, self.roles, self.group_size = tuple(tags), dict(roles), group_size
         self.journal, self.failures = journal or Journal(), failures or FailureLog()
         self.toolbox, self._judge = toolbox or Toolbox(()), judge
+        own = next((tag for tag, role in self.roles.items() if role.tools is not None), None)
+        if self.toolbox.tools and own is not None:
+            raise ConfigError(f"custom_envs.{own} has tools of its own: leave agent_proxy.tools out")
         self.prompter = Prompter(prompt, engine.tokenizer, self.toolbox.chat(engine.tokenizer))
         self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size

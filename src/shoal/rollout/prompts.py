@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from shoal.core.configuration import check_settings
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
+from shoal.envs.tools import Tool
 from shoal.rollout.tools.chat import ToolChat
 from shoal.samplers.sampler import ChatTokenizer, Message
 from shoal.samplers.tokenizers import first_difference
@@ -80,6 +83,15 @@ class PromptConfig:
         return response.removeprefix(self.prefill).removesuffix(self.closing)
 
 
+TOOL_PROMPT = {
+    "first": "{instructions}\n\n{observation}",
+    "later": "{instructions}\n\n{observation}",
+    "prefill": "",
+    "closing": "",
+}
+"""For an env that acts by tools, whose chat goes on behind their results in both modes; its own settings go before."""
+
+
 @dataclass(frozen=True, slots=True)
 class PastTurn:
     """The fields of a past turn."""
@@ -123,6 +135,7 @@ class Prompter:
         self.shows_images = bool(getattr(tokenizer, "takes_images", False))
         self._start = lru_cache(maxsize=4096)(self._tokenize)
         self._variants: dict[str, Prompter] = {}
+        self._with_tools = lru_cache(maxsize=64)(self._offering)
         self._drift_checks = 0 if config.on_drift == "ignore" else _DRIFT_CHECKS
 
     def variant(self, settings: Mapping[str, Any]) -> Prompter:
@@ -136,6 +149,18 @@ class Prompter:
                 key, Prompter(replace(self.config, **settings), self.tokenizer, self.tools)
             )
         return known
+
+    def offering(self, tools: Sequence[Tool]) -> Prompter:
+        """A copy for an episode whose env has these tools.
+
+        Raises:
+            ConfigError: a control token of the model stands in what a tool says of itself.
+        """
+        return self._with_tools(msgspec.json.encode([tool.schema for tool in tools]))
+
+    def _offering(self, schemas: bytes) -> Prompter:
+        tools = [Tool(**schema) for schema in msgspec.json.decode(schemas)]
+        return Prompter(self.config, self.tokenizer, ToolChat(self.tokenizer, tools))
 
     def prompt(
         self, scene: Scene, before: tuple[tuple[int, ...], tuple[int, ...]] | None = None

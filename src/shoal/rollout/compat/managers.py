@@ -103,6 +103,11 @@ class EnvironmentManager(Closing):
             observations, infos = self.envs.reset()
             self._shown, self._infos = list(observations), list(infos)
             self._lookups, self._done = [], [False] * len(observations)
+            if any(self._ask("calls_tools", False)):
+                raise ConfigError(
+                    f"{self.env_name or 'this env'} acts by tools, which managers do not show: use "
+                    "ParallelRolloutManager"
+                )
             prompter = Prompter(self.prompt, None)  # type: ignore[arg-type]  # nothing becomes tokens
             facts = zip(self._ask("instructions", ""), self._ask("max_steps", 0), strict=True)
             self._episodes = []

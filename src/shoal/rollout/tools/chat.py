@@ -12,7 +12,15 @@ from dataclasses import replace
 
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
-from shoal.envs.calls import Grammar, read_calls, tagged_calls, with_tools, written_call, written_result
+from shoal.envs.calls import (
+    Grammar,
+    calls_as_action,
+    read_calls,
+    tagged_calls,
+    with_tools,
+    written_call,
+    written_result,
+)
 from shoal.envs.tools import Tool
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
@@ -90,6 +98,12 @@ class ToolChat:
         if not calls:
             return otherwise(text)
         return Projected((), all(map(self._known, calls)), tuple(map(self._checked, calls)))
+
+    def act(self, text: str) -> Projected:
+        """The one action of an env that acts by tools: the calls in a response, or that there are none, as text."""
+        missing = ToolCall("", text[-80:], f"an answer must call a tool; there are: {', '.join(self.tools)}")
+        found = self.read(text, lambda _: Projected((), False, (missing,)))
+        return replace(found, actions=(calls_as_action(found.calls),))
 
     def split(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """What a response says beside its calls, and these; a call that is broken, or of no known tool, stays text."""

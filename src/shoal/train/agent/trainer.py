@@ -195,12 +195,13 @@ class AgentTrainer(Closing):
         return max(role.max_turns for role in roles.values())
 
     def _token_budget(self) -> int:
-        """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
+        """Tokens that the model may write in a sample: in a turn, or where a chat goes on in the longest episode.
 
         Turns with calls of tools come before.
         """
         proxy = self.config.agent_proxy
-        turns = self._most_turns() if proxy.prompt.mode == "append" else 1
+        acts_by_tools = any(role.tools is not None for role in self.train_envs.roles.values())
+        turns = self._most_turns() if proxy.prompt.mode == "append" or acts_by_tools else 1
         return proxy.token_limit * (turns + proxy.max_tool_turns * bool(self.toolbox.tools))
 
     def close(self) -> None:

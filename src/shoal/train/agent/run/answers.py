@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shoal.core.errors import ConfigError
+from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.settings import RolloutSettings
@@ -61,7 +62,7 @@ def with_room(settings: S, roles: Mapping[str, Role], prompter: Prompter) -> S:
             ]
         return replace(settings, max_tokens=max(needed))
     for role in roles.values():
-        tokens, word = max(_lengths(role, settings, prompter, 1), default=(0, ""))
+        tokens, word = max(_lengths(role, settings, prompter, 1), default=_shortest_call(role, prompter))
         if tokens > settings.max_tokens:
             raise ConfigError(
                 f"agent_proxy.max_tokens={settings.max_tokens} is too small for the action {word!r} of {role.tag}, for "
@@ -73,6 +74,15 @@ def with_room(settings: S, roles: Mapping[str, Role], prompter: Prompter) -> S:
 def _is_free(role: Role) -> bool:
     """Whether the answers cannot be listed: actions are free text, or answers have a style of their own."""
     return not role.projection.lookup or role.projection.style != "strict"
+
+
+def _shortest_call(role: Role, prompter: Prompter) -> tuple[int, str]:
+    """How many tokens a call without arguments has, and its tool; none where the env does not act by tools."""
+    tools = role.tools and prompter.variant(role.prompt).offering(role.tools).tools
+    if not tools:
+        return 0, ""
+    encode = prompter.tokenizer.encode
+    return min((len(encode(tools.written(ToolCall(name, {})))), name) for name in tools.tools)
 
 
 def _lengths(

@@ -17,6 +17,7 @@ from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
 from shoal.envs.actions import ToolCall
+from shoal.envs.tools import tools_of
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
 from shoal.samplers.sampler import Completion, Level, Request, Sampling
@@ -103,6 +104,7 @@ class Coach:
         self.weights_version = 0
         self._roles = dict(roles)
         self._at: dict[int, tuple[EpisodeId, str]] = {}
+        self._infos: dict[int, Mapping[str, Any]] = {}  # of each env's reset
         self._answers: dict[int, tuple[list[str | ToolCall], bool, bytes]] = {}
         self.learned: dict[int, list[bool]] = {}
         """Of each env, which turns of its episode are learned from."""
@@ -121,6 +123,7 @@ class Coach:
             self.learned[i] = []
             if ANSWER not in info:  # of an env that took the place of one that failed
                 raise EnvError(f"reset failed: {info.get('worker_summary')}")
+            self._infos[i] = info
             self._hear(i, info)
         return results
 
@@ -135,13 +138,19 @@ class Coach:
         """Close the pool."""
         self._pool.close()
 
+    def _chat_of(self, i: int) -> Any:
+        """How an env's episode is shown tools: its own, or those of the run; None where there are none."""
+        role = self._roles[self._at[i][1]]
+        prompter = self._prompter.variant(role.prompt)
+        return (prompter if role.tools is None else prompter.offering(tools_of(self._infos[i]))).tools
+
     def _hear(self, i: int, info: Mapping[str, Any]) -> None:
         if ANSWER not in info:
             return
         word, learned, rng = info[ANSWER]
         words = list(word) if isinstance(word, tuple | list) else [word]
         called = [part.name for part in words if isinstance(part, ToolCall)]
-        if called and self._prompter.tools is None:
+        if called and self._chat_of(i) is None:
             raise ConfigError(
                 f"the warm-up of {self._at[i][1]!r} calls the tool {called[0]!r}, and there are no tools: "
                 f"name them in agent_proxy.tools, or set warmup.steps=0"
@@ -164,12 +173,14 @@ class Coach:
         if request.key.path[-1] == MAX_EPISODE_TURNS:
             return nothing
         words, learned, self.rng[i] = self._answers[i]
-        word = words.pop(0) if len(words) > 1 else words[0]
-        role = self._roles[self._at[i][1]]
+        role, tools = self._roles[self._at[i][1]], self._chat_of(i)
+        if role.tools is None:
+            words = [words.pop(0) if len(words) > 1 else words[0]]
         prompt = self._prompter.variant(role.prompt).config
+        word = words[0]
         if isinstance(word, ToolCall):
-            tools: Any = self._prompter.tools
-            answer = self.tokenizer.encode(tools.written(word)) + tools.tokenizer.end_ids[:1]
+            calls = "".join(tools.written(call) for call in words if isinstance(call, ToolCall))
+            answer = self.tokenizer.encode(calls) + tools.tokenizer.end_ids[:1]
         else:
             answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
         context = self._context
