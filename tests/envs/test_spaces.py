@@ -20,7 +20,7 @@ from shoal.envs.text import Outcome, TextEnv
 SETTINGS = {
     "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "program": {"command": ["true"]},
 }  # fmt: skip
-PACKAGES = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem")}
+PACKAGES = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "aviary")}
 
 
 def make(name):

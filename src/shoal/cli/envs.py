@@ -150,6 +150,7 @@ _ADAPTER_EXAMPLES = {
     "textarena": "id=FrozenLake-v0",
     "textworld": "quest_length=3",
     "gem": "id=game:GuessTheNumber-v0-easy",
+    "aviary": "id=dummy",
     "pettingzoo": "id=pettingzoo.classic.connect_four_v3",
     "openenv": "url=http://127.0.0.1:8000",
     "program": "function=my_agent:play",

@@ -66,6 +66,7 @@ ADAPTERS = {
     "textarena": "shoal.envs.adapters.textarena:TextArenaEnv",
     "textworld": "shoal.envs.adapters.textworld:TextWorldEnv",
     "gem": "shoal.envs.adapters.gem:GemEnv",
+    "aviary": "shoal.envs.adapters.aviary:AviaryEnv",
     "openenv": "shoal.envs.adapters.openenv:OpenEnvEnv",
     "program": "shoal.envs.program:ProgramEnv",
 }

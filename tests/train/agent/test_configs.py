@@ -47,7 +47,7 @@ SMALL = [
 ]
 ENVS = names()  # before other tests register theirs
 shipped = functools.cache(compose_config)
-NEEDS = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "pettingzoo")}
+NEEDS = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "aviary", "pettingzoo")}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,8 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     steps = "auto" if auto else min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     real = [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
-    engine = [*(TINY if tiny else real), "agent_proxy.max_tokens=16"]
+    most = 64 if name == "aviary" else 16  # as a call of a tool has
+    engine = [*(TINY if tiny else real), f"agent_proxy.max_tokens={most}"]
     groups = sum(config.es_manager.train.env_configs.n_groups) or 4
     engine.append(f"es_manager.train.env_groups={groups}")
     overrides = [*SMALL, *engine, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]

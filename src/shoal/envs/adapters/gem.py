@@ -41,6 +41,7 @@ class GemEnv(LibraryEnv[GemConfig]):
 
     Config = GemConfig
     package = "gem"
+    pip = "gem-llm"
     pattern = "<answer>"
     seed_stream = "GemEnv"
     instructions = "Do the task. Write your answer as its rules ask."

@@ -25,8 +25,12 @@ C = TypeVar("C")
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def library(module: str) -> Any:
+def library(module: str, package: str = "") -> Any:
     """The library of that name. No env keeps it: a module cannot be copied or sent elsewhere.
+
+    Args:
+        module: as it is imported.
+        package: as it is installed, where that is another name.
 
     Raises:
         MissingExtraError: it is not installed, or not whole.
@@ -34,9 +38,9 @@ def library(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.replace("_", "-")
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            message = f'{module} envs need a package: run pip install "{package}"'
+        name, package = module.partition(".")[0], package or module.replace("_", "-")
+        if isinstance(error, ModuleNotFoundError) and error.name in (name, module):
+            message = f'{name} envs need a package: run pip install "{package}"'
         else:
             message = f"{package} is installed, but cannot be imported: {error}"
         raise MissingExtraError(message) from error
@@ -80,6 +84,8 @@ class LibraryEnv(TextEnv[C], ABC):
 
     package: ClassVar[str]
     """The module of the library."""
+    pip: ClassVar[str] = ""
+    """What is installed for it, where that has another name."""
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="")
     action_space = FreeText(65_536)
     observation_space = FreeText(262_144)
@@ -88,7 +94,7 @@ class LibraryEnv(TextEnv[C], ABC):
 
     def __init__(self, config: C | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        library(self.package)  # what is missing shows now and not in the first episode
+        library(self.package, self.pip)  # what is missing shows now and not in the first episode
         self._random = PrivateRandom()
 
     def _nothing_done(self) -> Outcome:

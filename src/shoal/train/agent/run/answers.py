@@ -57,6 +57,7 @@ def with_room(settings: S, roles: Mapping[str, Role], prompter: Prompter) -> S:
     if settings.max_tokens == "auto":
         needed = [FREE_TEXT_TOKENS for role in roles.values() if prompter.tools or _is_free(role)]
         for role in roles.values():
+            needed.append(_shortest_call(role, prompter)[0])
             needed += [
                 tokens for tokens, _ in _lengths(role, settings, prompter, role.projection.max_actions)
             ]
