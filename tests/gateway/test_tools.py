@@ -97,12 +97,18 @@ def test_results_that_belong_to_no_call_and_calls_without_one_are_named(path, bo
 
 
 @wires
-def test_results_without_ids_stand_as_they_came(path, body):
-    served = gateway(Says("done"))
-    assert ask(served, path, body([(None, "2"), (None, "1")]))[0] == 200
-    assert ask(served, path, body([("a", "2"), ("b", "1")], ids=(None, None)))[0] == 200
-    for recorded in served.sessions["a"].calls:
-        assert recorded.turns[-1][1].index("2") < recorded.turns[-1][1].index("1")
+def test_calls_and_results_without_ids_stand_as_they_came_and_ids_on_one_side_are_refused(path, body):
+    served, nameless = gateway(Says("done")), (None, None)
+    assert ask(served, path, body([(None, "2"), (None, "1")], ids=nameless))[0] == 200
+    [recorded] = served.sessions["a"].calls
+    assert recorded.turns[-1][1].index("2") < recorded.turns[-1][1].index("1")
+    for results, ids, wrong in (
+        ([(None, "2"), (None, "1")], ("a", "b"), "the results have no ids"),
+        ([("a", "2"), ("b", "1")], nameless, "the calls have no ids"),
+        ([(None, "2")], nameless, "2 calls without ids have 1 results"),
+    ):
+        status, answer = ask(served, path, body(results, ids=ids))
+        assert (status, wrong in answer["error"]["message"]) == (400, True), answer
 
 
 def test_an_answer_in_two_messages_has_the_results_of_both():

@@ -1,7 +1,7 @@
 """How calls of tools stand in text: the grammars that models write them in, and the texts around them.
 
-What a model writes is data: it is read as JSON within limits, and whatever is wrong with a call becomes its `error`,
-which the model is told.
+What a model writes is data: it is read as JSON or as tags within limits, and whatever is wrong with a call becomes its
+`error`, which the model is told.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ import msgspec
 from shoal.core.errors import whole_characters
 from shoal.envs.actions import MAX_TEXT, ToolCall, complete_tags
 
-Grammar = Literal["tags", "json"]
-"""`tags`: each call is JSON in `<tool_call>` (Hermes, Qwen); `json`: the whole answer is (Llama, Mistral)."""
+Grammar = Literal["tags", "xml", "json"]
+"""`tags`: each call is JSON in `<tool_call>` (Hermes, Qwen 2.5 and 3); `xml`: it is `<function=…>` there, with a
+`<parameter=…>` for each argument (Qwen3-Coder, Qwen 3.5); `json`: the whole answer is JSON (Llama, Mistral). The
+first two read each other's calls too."""
 MOST_CALLS = 16
 """Of one answer."""
+MOST_PARAMETERS = 64
+"""Of a call in tags."""
+MOST_NAME = 64
+"""Characters of the name of a tool or parameter in tags."""
 MOST_DEPTH = 32
 """Of the arguments of a call."""
 _OPEN = re.compile(r"<tool_call>", re.IGNORECASE | re.ASCII)
 _BETWEEN = re.compile(r"[\s;,]*")
 _SCANNER = json.JSONDecoder()
 T = TypeVar("T")
-_BROKEN = (msgspec.MsgspecError, RecursionError, ValueError)
+BROKEN = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
 class Found(NamedTuple):
@@ -41,8 +47,8 @@ class Found(NamedTuple):
 def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
     """The calls in an answer, outside thoughts, in order; what is beyond `MOST_CALLS` becomes one with an error."""
     text = whole_characters(text)
-    calls = [found.call for found in tagged_calls(text)] if grammar == "tags" else _bare_calls(text)
-    if grammar == "tags" and not calls and _cut_off(text):
+    calls = _bare_calls(text) if grammar == "json" else [found.call for found in tagged_calls(text)]
+    if grammar != "json" and not calls and _cut_off(text):
         calls = [ToolCall("", text[-80:], "a call must end with </tool_call>")]
     if len(calls) > MOST_CALLS:
         few = f"at most {MOST_CALLS} calls are made in one answer"
@@ -80,7 +86,7 @@ def _bare_calls(text: str) -> list[ToolCall]:
         try:
             _, end = _SCANNER.raw_decode(said, at)
             value = msgspec.json.decode(said[at:end])
-        except _BROKEN as error:
+        except BROKEN as error:
             return [*calls, _broken(said[at:], error)] if calls or '"name"' in said else []
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(one, dict) and "name" in one for one in values):
@@ -91,15 +97,49 @@ def _bare_calls(text: str) -> list[ToolCall]:
 
 
 def _call_in(content: str) -> ToolCall:
+    if content.lstrip().startswith("<function="):
+        return _xml_call(content.strip())
     try:
         return _call_of(msgspec.json.decode(content))
-    except _BROKEN as error:
+    except BROKEN as error:
         return _broken(content, error)
 
 
 def _broken(content: str, error: BaseException) -> ToolCall:
     why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:120]
     return ToolCall("", content.strip()[:500], f"a call must be JSON: {why}")
+
+
+_FUNCTION = re.compile(rf"<function=([^<>\n]{{1,{MOST_NAME}}})>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(rf"\s*<parameter=([^<>\n]{{1,{MOST_NAME}}})>(?:\n)?")
+
+
+def _xml_call(text: str) -> ToolCall:
+    """A call in tags; its arguments are text, which `fitted` types by the tool's schema.
+
+    A value ends at the first `</parameter>`; a line break behind its opening and one before its end are not part of it.
+    """
+    whole = _FUNCTION.fullmatch(text)
+    if whole is None:
+        return ToolCall("", text[:500], "a call must be <function=NAME>…</function> in <tool_call>")
+    name, inside = whole[1].strip(), whole[2].rstrip()
+    arguments: dict[str, str] = {}
+    at = 0
+    while at < len(inside):
+        opened = _PARAMETER.match(inside, at)
+        if opened is None:
+            return ToolCall(name, inside[at : at + 500], "an argument must be <parameter=NAME>…</parameter>")
+        parameter, end = opened[1].strip(), inside.find("</parameter>", opened.end())
+        if end < 0:
+            return ToolCall(
+                name, inside[at : at + 500], f"the parameter {parameter} must end with </parameter>"
+            )
+        if parameter in arguments or len(arguments) >= MOST_PARAMETERS:
+            few = f"a call has each parameter once, and at most {MOST_PARAMETERS}"
+            return ToolCall(name, inside[at : at + 500], few)
+        arguments[parameter] = inside[opened.end() : end].removesuffix("\n")
+        at = end + len("</parameter>")
+    return ToolCall(name, arguments)
 
 
 def _call_of(value: Any) -> ToolCall:
@@ -112,19 +152,26 @@ def _call_of(value: Any) -> ToolCall:
     if isinstance(given, str) and given.strip():
         try:
             given = msgspec.json.decode(given)
-        except _BROKEN:
+        except BROKEN:
             return ToolCall(name, given[:500], "the arguments must be a JSON object")
     arguments = given if given or isinstance(given, bool | int | float) else {}
     if not isinstance(arguments, dict):
         error = f"the arguments must be a JSON object, got {json.dumps(arguments)[:80]}"
         return ToolCall(name, arguments, error)
-    if _depth(arguments) > MOST_DEPTH:
-        return ToolCall(name, {}, f"the arguments must be nested at most {MOST_DEPTH} deep")
-    try:
-        msgspec.msgpack.encode(arguments)  # as hosts and drivers send them
-    except OverflowError:
-        return ToolCall(name, {}, "whole numbers must have 64 bits")
+    if (problem := too_much(arguments)) is not None:
+        return ToolCall(name, {}, problem)
     return ToolCall(name, arguments)
+
+
+def too_much(value: Any) -> str | None:
+    """What of a value hosts and drivers cannot send."""
+    if _depth(value) > MOST_DEPTH:
+        return f"the arguments must be nested at most {MOST_DEPTH} deep"
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return "whole numbers must have 64 bits"
+    return None
 
 
 def _depth(value: Any, depth: int = 0) -> int:
@@ -148,7 +195,7 @@ def calls_of_action(action: str) -> list[ToolCall]:
     """
     try:
         calls = msgspec.json.decode(action, type=list[ToolCall])
-    except _BROKEN:
+    except BROKEN:
         return []
     return [
         call
@@ -193,6 +240,15 @@ def written_call(call: ToolCall) -> str:
     """A tool call as the model would write it, keys sorted."""
     value = {"name": call.name, "arguments": call.arguments}
     return f"<tool_call>\n{json.dumps(value, sort_keys=True, ensure_ascii=False)}\n</tool_call>"
+
+
+def written_in_xml(call: ToolCall) -> str:
+    """A tool call as Qwen3-Coder writes it."""
+    lines = ["<tool_call>", f"<function={call.name}>"]
+    for name, value in call.arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines += [f"<parameter={name}>", text, "</parameter>"]
+    return "\n".join([*lines, "</function>", "</tool_call>"])
 
 
 def written_result(text: str) -> str:

@@ -319,8 +319,14 @@ def _ordered(answers: Sequence[Part], results: Sequence[Part]) -> list[Part]:
                 f"{part.param}.name={part.result.name!r:.80}: the answer before calls no tool of this name",
                 param=part.param,
             )
+    ids, named_ids = [id for id, _ in calls], [result.call_id for result in results]
     try:
-        return in_order_of_calls([id for id, _ in calls], [(result.call_id, result) for result in results])
+        if len(ids) != len(named_ids) and not any([*ids, *named_ids]):
+            raise ValueError(f"{len(ids)} calls without ids have {len(named_ids)} results")
+        if ids and named_ids and any(ids) != any(named_ids):
+            lacks, has = ("results have", "calls do") if any(ids) else ("calls have", "results do")
+            raise ValueError(f"the {lacks} no ids, while their {has}")
+        return in_order_of_calls(ids, list(zip(named_ids, results, strict=True)))
     except ValueError as error:
         param = (answers if calls else results)[-1].param
         raise RefusedError(f"{param}: {error}", param=param) from None

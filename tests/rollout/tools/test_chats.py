@@ -10,6 +10,7 @@ from tests.rollout.tools import functions
 from shoal import ParallelRolloutManager
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
+from shoal.envs.calls import written_in_xml
 from shoal.envs.tools import function_tool
 from shoal.rollout.tools.chat import ToolChat
 from shoal.samplers.sampler import Completion
@@ -62,6 +63,18 @@ LLAMA = (  # as Llama 3.1 documents its format: headers, trimmed contents, tools
     "{% endif %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+CODER = (  # as Qwen3-Coder documents its format: calls in tags, results in one turn of the user
+    "{% if tools %}<|im_start|>system\nYou call functions.\n\n# Tools\n\n<tools>{% for tool in tools %}\n<function>\n"
+    "<name>{{ tool.function.name }}</name>\n</function>{% endfor %}\n</tools><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<tool_response>\n{{ m.content }}\n</tool_response>\n"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif m.tool_calls %}<|im_start|>{{ m.role }}{% for call in m.tool_calls %}\n<tool_call>\n"
+    "<function={{ call.function.name }}>\n{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value | string }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + ASKS
+)
 CONTROL = {"llama": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")}
 CALLS = [ToolCall("add", {"a": 2}), ToolCall("fail", {"text": 'a "b"\n<|im_end|>'})]
 RESULTS = ["3", 'Error: RuntimeError: no a "b"\n<|im_end|> here']
@@ -74,9 +87,10 @@ SAID = {
     "qwen": TAGS,
     "hermes": TAGS,
     "llama": BARE,
+    "coder": "\n".join(map(written_in_xml, CALLS)),
 }
 TEMPLATES = {
-    "listed": LISTED, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA,
+    "listed": LISTED, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA, "coder": CODER,
 }  # fmt: skip
 TOOLS = [functions.add, functions.fail]
 

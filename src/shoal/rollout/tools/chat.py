@@ -19,8 +19,10 @@ from shoal.envs.calls import (
     tagged_calls,
     with_tools,
     written_call,
+    written_in_xml,
     written_result,
 )
+from shoal.envs.schemas import fitted
 from shoal.envs.tools import Tool
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
@@ -111,8 +113,10 @@ class ToolChat:
             calls = tuple(read_calls(text, self.grammar))
             if not calls or not all(map(self._known, calls)):
                 return text, ()
-            return "".join(text.rpartition("</think>")[:2]).strip(), calls
-        found = [one for one in tagged_calls(text) if self._known(one.call)]
+            return "".join(text.rpartition("</think>")[:2]).strip(), tuple(map(self._fitted, calls))
+        found = [
+            one._replace(call=self._fitted(one.call)) for one in tagged_calls(text) if self._known(one.call)
+        ]
         if not found:
             return text, ()
         ends = [0, *(one.end for one in found)]
@@ -124,10 +128,14 @@ class ToolChat:
     def _known(self, call: ToolCall) -> bool:
         return call.error is None and call.name in self.tools
 
+    def _fitted(self, call: ToolCall) -> ToolCall:
+        return replace(call, arguments=fitted(call.arguments, self.tools[call.name].parameters))
+
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.error is not None:
             return call
         if (tool := self.tools.get(call.name)) is not None:
+            call = self._fitted(call)
             return replace(call, error=tool.problem(call.arguments))
         return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
 
@@ -135,6 +143,8 @@ class ToolChat:
         """A call as this model writes it."""
         if self.grammar == "json":
             return json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False)
+        if self.grammar == "xml":
+            return written_in_xml(call)
         if self._tiny:
             inside = json.dumps(call.arguments, ensure_ascii=False)[1:-1]
             return f"{_opening(call.name)}{inside}{_CLOSING}"

@@ -64,6 +64,8 @@ class TemplateTools:
         grammar: Grammar | None = next(
             (kind for kind in get_args(Grammar) if read_calls(said, kind) == wanted), None
         )
+        if grammar == "tags" and "<function=" in said:
+            grammar = "xml"
         known = grammar is not None and all(tool["name"] in asked for tool in tools)
         return cls(twin, grammar) if known else None
 
