@@ -17,7 +17,7 @@ TABLE = [
     ("envs check bandit --episodes 2", 0, "ok      shoal's check_text_env: 2 episodes"),
     ("envs play bandit --port 3", 2, "shoal: Unknown option: --port."),
     ("train --cfg", 0, "# Seed of the whole run: "),
-    ("train --config-name nosuch", 2, "shoal: no config named 'nosuch'. Known: bandit, base, "),
+    ("train --config-name nosuch", 2, "shoal: no config named 'nosuch'. Known: aviary, bandit, base, "),
     ("train --config-name recorded recordings=x --cfg", 0, "# The folder or file of recordings."),
     ("train-recorded --cfg", 2, "shoal: recordings= must name the folder or file to train on"),
     ("train-ppo --n-envs 0", 2, "shoal: n_envs must be at least 1, got 0"),

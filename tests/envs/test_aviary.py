@@ -62,6 +62,14 @@ def test_what_a_tool_raises_is_shown_and_costs_the_step():
     *_, info = env.step(ToolCall("sub", {}))
     assert not info["action_is_valid"]
     env.close()
+    strict = make(invalid_penalty=-0.25)
+    strict.reset(seed=0)
+    assert [strict.step(action)[1] for action in ([], [ToolCall("sub", {})], [add(10)])] == [
+        -0.25,
+        -0.25,
+        0.0,
+    ]
+    strict.close()
 
 
 def test_an_episode_of_a_dataset_is_one_of_its_tasks_by_the_seed():

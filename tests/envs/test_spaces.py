@@ -18,7 +18,8 @@ from shoal.envs.spaces import FreeText
 from shoal.envs.text import Outcome, TextEnv
 
 SETTINGS = {
-    "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "program": {"command": ["true"]},
+    "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "openenv_tools": {"url": "http://127.0.0.1:9"},
+    "program": {"command": ["true"]},
 }  # fmt: skip
 PACKAGES = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "aviary")}
 

@@ -155,6 +155,7 @@ def test_no_setting_is_nan_infinite_or_more_than_a_reward_can_be(name):
     kind = env_class(name).Config
     needed = {
         "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "program": {"command": ["true"]},
+        "openenv_tools": {"url": "http://127.0.0.1:9"},
     }.get(name, {})  # fmt: skip
     fractions = [item.name for item in dataclasses.fields(kind) if "float" in str(item.type)]
     assert "invalid_penalty" in fractions or name == "program"

@@ -153,6 +153,7 @@ _ADAPTER_EXAMPLES = {
     "aviary": "id=dummy",
     "pettingzoo": "id=pettingzoo.classic.connect_four_v3",
     "openenv": "url=http://127.0.0.1:8000",
+    "openenv_tools": "url=http://127.0.0.1:8000",
     "program": "function=my_agent:play",
 }
 

@@ -68,6 +68,7 @@ ADAPTERS = {
     "gem": "shoal.envs.adapters.gem:GemEnv",
     "aviary": "shoal.envs.adapters.aviary:AviaryEnv",
     "openenv": "shoal.envs.adapters.openenv:OpenEnvEnv",
+    "openenv_tools": "shoal.envs.adapters.openenv_tools:OpenEnvToolEnv",
     "program": "shoal.envs.program:ProgramEnv",
 }
 """Other people's envs as text; which one is a setting."""

@@ -40,6 +40,8 @@ class ToolEnv(TextEnv[C], ABC):
     projection = Projection(parse=lambda text: None, invalid="")
     action_space = FreeText(1 << 20)
     invalid_action = ""
+    invalid_penalty: float = 0.0
+    """Reward of a step in which no call could be made."""
     _tools: Mapping[str, Tool] = MappingProxyType({})
 
     @abstractmethod
@@ -89,7 +91,7 @@ class ToolEnv(TextEnv[C], ABC):
             next(said) if call.error is None else ToolUse(call.name, call.arguments, error=call.error)
             for call in calls
         ]
-        outcome = self._outcome() if good else Outcome(0.0, effective=False)
+        outcome = self._outcome() if good else Outcome(self.invalid_penalty, effective=False)
         shown = [use.result if use.error is None else {"error": use.error} for use in uses]
         known = all(call.name in self._tools for call in calls)
         return outcome._replace(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tests.envs.tool_server import served
 from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.configuration import to_mapping
@@ -73,6 +74,12 @@ def server_url():
     return f"http://127.0.0.1:{ready.get(timeout=200)}"
 
 
+@pytest.fixture
+def tools_url():
+    with served() as address:
+        yield address
+
+
 @pytest.mark.parametrize("name", config_names())
 def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, request):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
@@ -82,7 +89,7 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     steps = "auto" if auto else min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     real = [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
-    most = 64 if name == "aviary" else 16  # as a call of a tool has
+    most = 64 if name in ("aviary", "openenv_tools") else 16  # as a call of a tool has
     engine = [*(TINY if tiny else real), f"agent_proxy.max_tokens={most}"]
     groups = sum(config.es_manager.train.env_configs.n_groups) or 4
     engine.append(f"es_manager.train.env_groups={groups}")
@@ -91,6 +98,8 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
         overrides.append("algorithm.critic.warmup=0")  # else the policy stands still
     if name == "openenv":
         overrides.append(f"custom_envs.OpenEnv.env_config.url={request.getfixturevalue('server_url')}")
+    if name == "openenv_tools":
+        overrides.append(f"custom_envs.OpenEnvTools.env_config.url={request.getfixturevalue('tools_url')}")
     with AgentTrainer(compose_config(name, overrides)) as trainer:
         start, row = trainer.train()
     assert ("probe_valid_actions" in start) == auto

@@ -39,6 +39,8 @@ class AviaryConfig:
     """Sum of the rewards from which an episode that the env has ended counts as a success."""
     max_steps: int = 20
     """Steps after which an episode is truncated."""
+    invalid_penalty: float = 0.0
+    """Reward of a step in which no call could be made."""
 
     def __post_init__(self) -> None:
         check_numbers(self, max_steps=1)
@@ -57,6 +59,7 @@ class AviaryEnv(ToolEnv[AviaryConfig]):
 
     def __init__(self, config: AviaryConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
+        self.invalid_penalty = self.config.invalid_penalty
         self._random = PrivateRandom()
         self._inner: Any = None
         self._loop: tuple[OwnThread, asyncio.Runner] | None = None

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -53,8 +54,7 @@ class OpenEnvConfig:
     """Reward of a response without a usable action; the server is not asked then."""
 
     def __post_init__(self) -> None:
-        if not re.match(r"(http|ws)s?://[^/]", self.url):
-            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
+        check_url(self.url)
         check_numbers(self, max_steps=1)
 
 
@@ -73,8 +73,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
 
     def __init__(self, config: OpenEnvConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self._socket: Any = None
-        self._session = contextlib.ExitStack()
+        self._server = Connection(self.config.url, self.config.connect_seconds, self.config.answer_seconds)
         self._fields_of: dict[str, dict[str, Any]] | None = (
             None  # of "action" and "observation", once they are asked
         )
@@ -123,15 +122,11 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     def close(self) -> None:
         """End the session, and the episode with it: another one would know nothing of it."""
         super().close()
-        self._session.close()
-        self._socket = None
+        self._server.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._socket is not None and not self._over:
-            raise EnvError(
-                "an episode on a server cannot be copied or sent elsewhere; reset() the copy instead"
-            )
-        return {**self.__dict__, "_socket": None, "_session": contextlib.ExitStack()}
+        refuse_open(self._server, over=self._over)
+        return dict(self.__dict__)
 
     def _payload(self, action: str) -> dict[str, Any] | None:
         """What the server gets for a text; None where it is no action of its."""
@@ -183,22 +178,12 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return found if isinstance(found, dict) else {}
 
     def _take(self, answer: dict[str, Any]) -> tuple[float, bool]:
-        fields = answer.get("observation")
-        if not isinstance(fields, dict):
-            raise EnvError(f"{self.config.url} must answer with an observation object, got {answer!r:.200}")
-        self._fields = fields
-        shown = fields.get(self._shown_field())
+        self._fields, reward, done = self._server.observation(answer)
+        shown = self._fields.get(self._shown_field())
         self._text = (
-            shown if isinstance(shown, str) else json.dumps(fields, sort_keys=True, ensure_ascii=False)
+            shown if isinstance(shown, str) else json.dumps(self._fields, sort_keys=True, ensure_ascii=False)
         )
-        reward, done = answer.get("reward"), answer.get("done", False)
-        is_number = isinstance(reward, int | float | None) and abs(reward or 0) <= MOST_REWARD
-        if not is_number or not isinstance(done, bool | None):
-            raise EnvError(
-                f"{self.config.url} must answer with a number as reward and true or false as done, "
-                f"got {reward!r:.100} and {done!r:.100}"
-            )
-        return float(reward or 0.0), bool(done)
+        return reward, done
 
     def _shown_field(self) -> str:
         """The field of an observation that is shown."""
@@ -210,37 +195,106 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return texts[0] if len(texts) == 1 else "text"
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._server.ask(message)
+        except EnvError:
+            self.close()
+            raise
+
+
+class Connection:
+    """A session of one env on an OpenEnv server, opened by the first message.
+
+    Args:
+        url: of the server, as in "http://127.0.0.1:8000".
+        connect_seconds: for which the session may take to open.
+        answer_seconds: for which an answer may take.
+    """
+
+    def __init__(self, url: str, connect_seconds: float, answer_seconds: float) -> None:
+        self.url, self._connect_seconds, self._answer_seconds = url, connect_seconds, answer_seconds
+        self._socket: Any = None
+        self._session = contextlib.ExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._socket is not None
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the server answers to a message: a new observation.
+
+        Raises:
+            EnvError: it gives none, or not in time.
+        """
         with needs_extra("the openenv client", "web"):
             from websockets.exceptions import WebSocketException
-        url = self.config.url
         try:
             if self._socket is None:
                 self._socket = self._connect()
             self._socket.send(json.dumps(message))
-            answer = json.loads(self._socket.recv(timeout=self.config.answer_seconds))
+            answer = json.loads(self._socket.recv(timeout=self._answer_seconds))
         except (OSError, ValueError, RecursionError, WebSocketException) as error:
             self.close()
             raise EnvError(
-                f"{url} did not answer a {message['type']}: {error or type(error).__name__}"
+                f"{self.url} did not answer a {message['type']}: {error or type(error).__name__}"
             ) from error
         if not isinstance(answer, dict) or answer.get("type") != "observation":
-            raise EnvError(f"{url} answered a {message['type']} with {answer!r:.300}")
+            raise EnvError(f"{self.url} answered a {message['type']} with {answer!r:.300}")
         data = answer.get("data")
         return data if isinstance(data, dict) else {}
+
+    def observation(self, answer: Mapping[str, Any]) -> tuple[dict[str, Any], float, bool]:
+        """The fields of the observation in an answer, the reward, and whether the episode is done.
+
+        Raises:
+            EnvError: one of them is something else.
+        """
+        fields = answer.get("observation")
+        if not isinstance(fields, dict):
+            raise EnvError(f"{self.url} must answer with an observation object, got {answer!r:.200}")
+        reward, done = answer.get("reward"), answer.get("done", False)
+        is_number = isinstance(reward, int | float | None) and abs(reward or 0) <= MOST_REWARD
+        if not is_number or not isinstance(done, bool | None):
+            raise EnvError(
+                f"{self.url} must answer with a number as reward and true or false as done, "
+                f"got {reward!r:.100} and {done!r:.100}"
+            )
+        return fields, float(reward or 0.0), bool(done)
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+        self._socket = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_socket": None, "_session": contextlib.ExitStack()}
 
     def _connect(self) -> Any:
         from websockets.sync.client import connect
 
-        parts = urlsplit(self.config.url)
+        parts = urlsplit(self.url)
         path = parts.path.rstrip("/").removesuffix("/ws") + "/ws"
         connection = connect(
             urlunsplit((parts.scheme.replace("http", "ws"), parts.netloc, path, parts.query, "")),
-            open_timeout=self.config.connect_seconds,
+            open_timeout=self._connect_seconds,
             max_size=MAX_MESSAGE,
             proxy=None,
             ping_interval=None,  # pings draw from the global `random`; answer_seconds bounds every wait
         )
         return self._session.enter_context(connection)
+
+
+def refuse_open(server: Connection, *, over: bool) -> None:
+    """Refuse to copy an env whose episode goes on in a session."""
+    if server.is_open and not over:
+        raise EnvError("an episode on a server cannot be copied or sent elsewhere; reset() the copy instead")
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no address of a server."""
+    if not re.match(r"(http|ws)s?://[^/]", url):
+        raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
 
 
 def _fields(schema: Any) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""The tools of an OpenEnv server (`MCPEnvironment`) as actions: its steps are `list_tools` and `call_tool`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.core.data import ToolUse
+from shoal.core.errors import EnvError
+from shoal.envs.actions import ToolCall
+from shoal.envs.adapters.openenv import Connection, check_url, refuse_open
+from shoal.envs.text import Outcome, check_numbers
+from shoal.envs.tool_env import ToolEnv
+from shoal.envs.tools import Tool, tools_of
+
+
+@dataclass(frozen=True)
+class OpenEnvToolsConfig:
+    """Settings of `OpenEnvToolEnv`."""
+
+    url: str = ""
+    """Where the server is, as in "http://127.0.0.1:8000"."""
+    instructions: str = ""
+    """What the model is told to do, where the server's resets do not say it."""
+    observation_field: str = "text"
+    """Field of the server's reset to show. Without it the whole observation is shown as JSON, if it has any field."""
+    success_reward: float = 1.0
+    """Reward on the last call from which an episode counts as a success."""
+    connect_seconds: float = 10.0
+    answer_seconds: float = 60.0
+    """How long to wait for an answer before the episode is given up with an `EnvError`."""
+    max_steps: int = 20
+    """Steps after which an episode is truncated."""
+    invalid_penalty: float = 0.0
+    """Reward of a step in which no call could be made."""
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        check_numbers(self, max_steps=1)
+
+
+class OpenEnvToolEnv(ToolEnv[OpenEnvToolsConfig]):
+    """The tools of an env on an OpenEnv server.
+
+    Each call is a step of the server, one after the other; those behind the end of the episode are not made. The reward
+    of a step here is the sum of theirs.
+    """
+
+    Config = OpenEnvToolsConfig
+    seed_stream = "OpenEnvToolEnv"
+    instructions = "Do the task. Call tools to act."
+
+    def __init__(self, config: OpenEnvToolsConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self.invalid_penalty = self.config.invalid_penalty
+        own = self.config
+        self._server = Connection(own.url, own.connect_seconds, own.answer_seconds)
+        self.instructions = own.instructions or self.instructions
+
+    def _start(self, rng: np.random.Generator) -> None:
+        seen, _, _ = self._ask("reset", {"seed": self._seed})
+        shown = seen.get(self.config.observation_field)
+        written = json.dumps(seen, sort_keys=True, ensure_ascii=False) if seen else ""
+        self._told = shown if isinstance(shown, str) else written
+        listed, _, _ = self._ask("step", {"type": "list_tools"})
+        self._listed = tools_of({"tools": [_described(tool) for tool in _list_of(listed.get("tools"))]})
+
+    def tools(self) -> Sequence[Tool]:
+        """Those that the server lists."""
+        return self._listed
+
+    def _use(self, calls: Sequence[ToolCall]) -> Sequence[ToolUse]:
+        paid, done, last = 0.0, False, 0.0
+        uses = []
+        for call in calls:
+            if done:
+                error = "the episode was over before this call"
+                uses.append(ToolUse(call.name, call.arguments, error=error))
+                continue
+            asked = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+            seen, last, done = self._ask("step", asked)
+            paid += last
+            uses.append(self._used(call, seen))
+        self._step_outcome = Outcome(paid, done, done and last >= self.config.success_reward)
+        return uses
+
+    def _used(self, call: ToolCall, seen: dict[str, Any]) -> ToolUse:
+        result, error = seen.get("result"), seen.get("error")
+        said = self._tools[call.name].result(_said(result))
+        if error is not None:
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
+            return ToolUse(call.name, call.arguments, error=text)
+        if isinstance(result, dict) and result.get("is_error") is True:
+            return ToolUse(call.name, call.arguments, error=said)
+        return ToolUse(call.name, call.arguments, said)
+
+    def _outcome(self) -> Outcome:
+        return self._step_outcome
+
+    def observe(self) -> str:
+        """What the server showed at the reset."""
+        return self._told
+
+    def close(self) -> None:
+        """End the session, and the episode with it: another one would know nothing of it."""
+        super().close()
+        self._server.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_open(self._server, over=self._over)
+        return dict(self.__dict__)
+
+    def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
+        try:
+            return self._server.observation(self._server.ask({"type": kind, "data": data}))
+        except EnvError:
+            self.close()
+            raise
+
+
+def _list_of(tools: Any) -> list[Any]:
+    if not isinstance(tools, list) or not tools:
+        raise EnvError(f"the server must list tools in answer to list_tools, got {tools!r:.80}")
+    return tools
+
+
+def _described(tool: Any) -> Any:
+    """A tool of MCP, as an env of shoal describes it."""
+    if not isinstance(tool, dict):
+        return tool
+    described = {"description": tool.get("description") or "", "parameters": tool.get("input_schema") or {}}
+    return {"name": tool.get("name"), **described}
+
+
+def _said(result: Any) -> Any:
+    """The texts of a result of MCP; what is none, as it is."""
+    parts = result.get("content") if isinstance(result, dict) else None
+    found = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = [text for text in found if isinstance(text, str)]
+    return "\n".join(texts) if texts and len(texts) == len(found) else result
