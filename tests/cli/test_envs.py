@@ -119,6 +119,17 @@ def test_play_takes_words_prefixes_and_refuses_nonsense(capsys, monkeypatch):
     assert "solved after 7 steps, return 1" in out
 
 
+def test_play_takes_calls_of_tools_as_json_and_shows_what_they_said(capsys, monkeypatch):
+    note = '[{"name": "note", "arguments": {}}]'
+    type_lines(monkeypatch, note, "open it", '[{"name": "drill", "arguments": {}}]')
+    code, out, _ = run(capsys, "play", "tests.rollout.tools.vault:Vault")
+    assert code == 0
+    assert '{"name": "note", "description": "Read the note.", "parameters": ' in out
+    assert re.search(r"^the code is \d$", out, re.MULTILINE)
+    assert "Error: an action must call a tool; there are: note, keypad" in out
+    assert "Error: there is no tool 'drill'" in out
+
+
 def test_play_hints_lead_to_the_solution(capsys, monkeypatch):
     from shoal.envs.sokoban import SokobanEnv
 
@@ -168,6 +179,7 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
         (("show", "sokoban", "num_boxes"), "settings must be key=value"),
         (("show", "sokoban", "num_boxes=many"), "Expected `int`"),
         (("check", "nowhere:Env"), "module:Class"),
+        (("serve", "tests.rollout.tools.vault:Vault", "--port", "0"), "acts by tools, which are not served"),
         (("check", "bandit", "--episodes", "0"), "--episodes must be at least 1, got 0"),
         (
             ("check", "shoal.envs.bandit:Nothing"),

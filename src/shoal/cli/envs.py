@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -262,6 +263,8 @@ def _play_it(command: PlayCommand) -> int:
     keys = sys.stdin.isatty() and not command.lines
     _, info = env.reset(seed=command.seed)
     console.print(harmless(env.instructions), style="bright_black")
+    for tool in info.get("tools", ()):
+        console.print(harmless(json.dumps(tool, ensure_ascii=False)), style="bright_black", soft_wrap=True)
     total, over = 0.0, False
     while not over:
         _draw(console, env)
@@ -280,6 +283,9 @@ def _play_it(command: PlayCommand) -> int:
         note = "" if info["action_is_valid"] else f"   {said!r} is no action here: {', '.join(words)}"
         told = f"step {info['step']}  {said}  reward {reward:g}  return {total:g}{note}"
         console.print(harmless(told), soft_wrap=True)
+        for said in info.get("tool_results", ()):
+            text = said if isinstance(said, str) else f"Error: {said['error']}"
+            console.print(harmless(text), soft_wrap=True)
     _draw(console, env)
     outcome = "solved" if info["success"] else "over" if terminated else "out of steps"
     console.print(f"{outcome} after {info['step']} steps, return {total:g}", style="bold")

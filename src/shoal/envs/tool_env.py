@@ -37,7 +37,7 @@ class ToolEnv(TextEnv[C], ABC):
     """
 
     calls_tools = True
-    projection = Projection(parse=lambda text: None, invalid="")
+    projection = Projection(parse=lambda text: text if calls_of_action(text) else None, invalid="")
     action_space = FreeText(1 << 20)
     invalid_action = ""
     invalid_penalty: float = 0.0

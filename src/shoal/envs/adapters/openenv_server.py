@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, format_error, needs_extra
+from shoal.core.errors import ConfigError, EnvError, ShoalError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
@@ -211,6 +211,10 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
         import uvicorn
 
     with contextlib.closing(make()) as env:  # a wrong setting shows now and not in the first session
+        if env.calls_tools:
+            raise ConfigError(
+                f"{name} acts by tools, which are not served: only envs whose actions are text are"
+            )
         app = create_app(name, env.instructions, make)
     settings = uvicorn.Config(
         app,
