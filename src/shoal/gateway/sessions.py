@@ -88,8 +88,8 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
 class ClosedError(RefusedError):
     """A call after the end of its session."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"session {name!r} has ended", status=409)
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(f"session {name!r} has ended{why}", status=409)
 
 
 class SpentError(RefusedError):
@@ -213,6 +213,8 @@ class Session:
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = self._under_way = 0
+        self.size = 0
+        """Bytes that its record holds in memory, roughly."""
         self.at_once = False
         """Whether a call came while another one was being answered."""
         self.exhausted = asyncio.Event()
@@ -224,6 +226,11 @@ class Session:
         self._unwritten: dict[
             str, tuple[list[Choice], list[int]]
         ] = {}  # by that: answers, and calls to write down
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is being answered, and all answers are on disk."""
+        return not self._under_way and not self._unwritten
 
     @property
     def failed(self) -> EngineError | None:
@@ -501,6 +508,8 @@ class Session:
         number = len(self.calls)
         self._answered_at = len(self._spent)
         said = text.sent_back[0]
+        self.size += 8 * (len(call.new_prompt_ids) + 2 * len(done.token_ids))
+        self.size += len(said) + sum(len(words) for _, words in turns)
         self.calls.append(Recorded(self.name, number, digest, nth, call, turns, said, asked.begun))
         ways = text.sent_back if asked.raw is None else ()  # no chat goes on from what was none
         for end in dict.fromkeys(_digest_of_turns((*asked.turns, ("assistant", way))) for way in ways):
