@@ -96,12 +96,11 @@ def _engine(options: GatewayOptions) -> Any:
 
         config = EngineConfig(context=TINY_CONTEXT, device=options.device or "cpu")
         return make_engine(config, (), options.seed)
-    from shoal.cli.eval import EvalOptions, engine_of
+    from shoal.train.records.models import open_model
 
-    wanted = EvalOptions(
-        options.model, seed=options.seed, device=options.device, checkpoint=options.checkpoint
-    )
-    return engine_of(wanted)[0]
+    return open_model(
+        options.model, checkpoint=options.checkpoint, device=options.device, seed=options.seed
+    ).engine
 
 
 COMMAND = Command(GatewayOptions, gateway, MORE)

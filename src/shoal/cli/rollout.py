@@ -21,14 +21,11 @@ from shoal.cli.grammar import (
     Progress,
     came_to_an_end,
     composed,
-    hide_loading,
-    journal_of,
     new_folder,
-    playing_settings,
     print_json,
     show_warnings,
     table,
-    weights_at,
+    tell_kept,
 )
 from shoal.cli.output import program
 from shoal.core.data import Trajectory, write_trajectories
@@ -137,9 +134,11 @@ def prepare(
     from shoal.rollout.journal import Journal
     from shoal.rollout.prompts import Prompter
     from shoal.rollout.tools.toolbox import Toolbox
+    from shoal.train.agent.config import playing_settings
     from shoal.train.agent.policies.loading import policy_of
     from shoal.train.agent.run.answers import with_room
     from shoal.train.records.checkpoints import read_checkpoint
+    from shoal.train.records.models import weights_at
 
     toolbox = ending.enter_context(Toolbox(config.agent_proxy.tools, config.agent_proxy.max_tool_turns))
 
@@ -163,8 +162,14 @@ def prepare(
         roles = make_roles(config.custom_envs, config.es_manager.train.group_tags())
         config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
-    asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
-    journal = Journal() if options.compare else journal_of(folder, weights, asked)
+    asked = {
+        "weights": weights,
+        "iteration": options.iteration,
+        "settings": playing_settings(to_mapping(config)),
+    }
+    journal = Journal() if options.compare else Journal(folder.unfinished_path, asked, folder.hold)
+    if journal.count:
+        tell_kept(journal.count, folder.path)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
     toolbox.keep(folder.path)
     if config.engine.name == "tiny":
@@ -182,8 +187,6 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack, t
     from shoal.train.agent.policies.loading import load_engine
 
     torch.set_num_threads(config.engine.threads)
-    if config.engine.name == "huggingface":
-        hide_loading()
     if folder is not None:
         return load_engine(folder, device=config.engine.device, config=config.engine)
     engine = make_engine(config.engine, words_of(config, list(toolbox.tools.values())), config.seed)

@@ -20,7 +20,6 @@ from shoal.cli.grammar import (
     composed,
     count_of,
     duration,
-    hide_loading,
     print_json,
     refuse_idle,
     refuse_twice,
@@ -143,8 +142,6 @@ def train(options: TrainOptions) -> int:
     if config.trainer.check_envs:
         processes.all_gather(lambda: _check_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)
-    if config.engine.name == "huggingface":
-        hide_loading()
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:

@@ -163,6 +163,21 @@ def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
             raise _spoiled(trajectory)
 
 
+def whole_episodes(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[str]]:
+    """The episodes that came to an end, and a line about the others if there are any.
+
+    Raises:
+        EngineError: all failed; it has the reason of the first.
+    """
+    whole = [t for t in trajectories if t.status == "ok"]
+    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
+    if not whole:
+        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
+    if not failures:
+        return whole, []
+    return whole, [f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}"]
+
+
 def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
     """Check that something can be said and learned of these episodes.
 
