@@ -24,7 +24,7 @@ from cyclopts import Parameter
 from shoal.cli.command import Positional, flags_of_field
 from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.core.errors import ConfigError
 from shoal.core.run_folder import finite, refuse_foreign
 
 HEARTBEAT = 30.0
@@ -297,17 +297,6 @@ Wrappers = Annotated[
     tuple[str, ...],
     Parameter(help="A wrapper for the env as module:Name; repeatable, the first is innermost."),
 ]
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """What an env raises while it is made or tried becomes an `EnvError` that names it."""
-    try:
-        yield
-    except ShoalError:
-        raise
-    except Exception as error:  # an env may raise whatever it likes
-        raise EnvError(f"{name} failed when it was tried: {type(error).__name__}: {error}") from error
 
 
 def arguments_of(settings: tuple[str, ...], env_kwargs: tuple[str, ...]) -> dict[str, Any]:
