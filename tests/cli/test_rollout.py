@@ -6,7 +6,10 @@ from tests.rollout.doubles import FakeServer
 from shoal.cli.main import main
 from shoal.core.configuration import read_settings
 from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError
 from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.train.agent.config import compose_config
+from shoal.train.records.rollouts import record_rollout
 
 SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
 TINY = [*SMALL, "engine.width=16", "engine.layers=1", "engine.heads=2"]
@@ -22,6 +25,15 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
     capsys.readouterr()
     assert main(["replay", str(run), "rollout:4"]) == 0
     assert "the same: " in capsys.readouterr().out
+    seen = []
+    config = compose_config("base-parallel", [*TINY, f"run_dir={tmp_path / 'python'}"])
+    found = record_rollout(config, iteration=3, progress=lambda *counts: seen.append(counts))
+    of_both = [folder / "trajectories" / "rollout.jsonl" for folder in (run, tmp_path / "python")]
+    assert of_both[0].read_bytes() == of_both[1].read_bytes()
+    assert list(read_trajectories(of_both[0])) == found.trajectories
+    assert seen == [(played, 6) for played in range(7)]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        record_rollout(config)
 
 
 def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path):

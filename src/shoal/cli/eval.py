@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,11 +11,11 @@ from typing import Annotated, Any, Literal
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
     Progress,
+    episodes_played,
     print_json,
     refuse_below,
     refuse_device,
     refuse_idle,
-    tell_kept,
 )
 from shoal.cli.output import harmless, program
 from shoal.core.errors import ConfigError
@@ -126,11 +124,11 @@ def evaluate(options: EvalOptions) -> int:
     if options.panel is not None:
         if options.env is not None or options.env_config or options.seed:
             raise ConfigError("a panel has its own envs and seed: leave --env, --env-config and --seed out")
-        with _progress(options) as progress:
+        with episodes_played("loading the model", options.out) as progress:
             found = evaluate_panel(options.model, options.panel, progress=progress, **how)
         _print_notes(found.notes)
         return _print_panel(options, found.metrics)
-    with _progress(options) as progress:
+    with episodes_played("loading the model", options.out) as progress:
         found = play(
             options.model, options.env, parse_env_kwargs(options.env_config), seed=options.seed,
             progress=progress, **how,
@@ -146,20 +144,6 @@ def evaluate(options: EvalOptions) -> int:
 
 
 COMMAND = Command(EvalOptions, evaluate, MORE, WANTED)
-
-
-@contextmanager
-def _progress(options: EvalOptions) -> Iterator[Callable[[int, int], None]]:
-    """What is told of the episodes while they are played."""
-    with Progress("loading the model", sys.stderr) as shown:
-
-        def told(played: int, total: int) -> None:
-            if shown.share == 0 and played:
-                tell_kept(played, options.out)
-            shown.doing = lambda: f"playing, {played} of {total} episodes"
-            shown.at(played / total, f"{played}/{total} episodes")
-
-        yield told
 
 
 def _print_notes(notes: list[str]) -> None:

@@ -261,6 +261,29 @@ def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         yield told
 
 
+@contextmanager
+def episodes_played(
+    loading: str, folder: Path | str | None, *, bar: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """Progress of episodes: the block gets a function of (played, total), first those that a folder had kept.
+
+    Args:
+        loading: what is done before that is known.
+        folder: that may have kept some.
+        bar: as of `Progress`.
+    """
+    with Progress(loading, sys.stderr, bar=bar) as progress:
+
+        def told(played: int, total: int) -> None:
+            if progress.what == loading and played:
+                kept = f"{count_of(played, 'episode')} of {folder} were played before and are kept"
+                print(kept, file=sys.stderr, flush=True)
+            progress.what = f"playing, {played} of {total} episodes"
+            progress.at(played / total, f"{played}/{total} episodes")
+
+        yield told
+
+
 def wide_console() -> Any:
     """Standard output; a file or a pipe has no edge at which the cells of a table would break."""
     from rich.console import Console
@@ -440,15 +463,6 @@ def _meant(word: str) -> str:
     from shoal.train.agent.config import config_names
 
     return f": --config-name {word}" if word in config_names() else ""
-
-
-def tell_kept(episodes: int, folder: Path | None) -> None:
-    """Print how many episodes of a run folder were played before the command was broken off."""
-    print(
-        f"{count_of(episodes, 'episode')} of {folder} were played before and are kept",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 Tracker = Literal["none", "tensorboard", "wandb"]

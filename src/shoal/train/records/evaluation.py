@@ -6,7 +6,7 @@ A broken-off evaluation with a folder goes on where it was: whole episodes are k
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from shoal.rollout.factory import (
     make_set,
     program_tags,
 )
-from shoal.rollout.journal import Journal
+from shoal.rollout.journal import CountedJournal, Journal, Progress
 from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import ServerConfig, close_engine
@@ -42,9 +42,6 @@ from shoal.train.records.models import LOCAL, SERVER, brings_prompts, is_server,
 
 if TYPE_CHECKING:
     from shoal.train.records.models import Opened
-
-Progress = Callable[[int, int], object]
-"""Called with the number of episodes that have been played, and of all."""
 
 PANELS: dict[str, dict[str, dict[str, Any]]] = {
     "core": {
@@ -300,30 +297,16 @@ def _opened(
     return folder, opened
 
 
-class _Counted(Journal):
-    """A journal that reports each episode as it ends."""
-
-    def __init__(self, progress: Progress, total: int, *kept_in: Any) -> None:
-        super().__init__(*kept_in)
-        self._progress, self._total, self._ended = progress, total, self.count
-        progress(min(self._ended, total), total)
-
-    def add(self, trajectory: Trajectory) -> None:
-        super().add(trajectory)
-        self._ended += 1
-        self._progress(min(self._ended, self._total), self._total)
-
-
 def _journal(
     folder: RunFolder | None, weights: str, plans: Mapping[str, _Plan], episodes: int, progress: Progress
 ) -> Journal:
     """What was played for these plans before an evaluation was broken off."""
     total = episodes * len(plans)
     if folder is None:
-        return _Counted(progress, total)
+        return CountedJournal(progress, total)
     plays = {name: playing_settings(plan.settings) for name, plan in plans.items()}
     asked = {"weights": weights, "episodes": episodes, "plays": plays}
-    return _Counted(progress, total, folder.unfinished_path, asked, folder.hold)
+    return CountedJournal(progress, total, folder.unfinished_path, asked, folder.hold)
 
 
 def _clear(folder: Path) -> None:

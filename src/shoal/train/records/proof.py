@@ -1,4 +1,4 @@
-"""Whether trainings that should be equal are, by their recorded episodes, and their weights where an engine is exact."""
+"""Whether trainings that should be equal are, by their recorded episodes, and by weights where an engine is exact."""
 
 from __future__ import annotations
 
@@ -38,26 +38,36 @@ def prove(trainings: Iterable[tuple[str, AgentConfig]]) -> Iterator[Row]:
         Exception: the first training failed; a later one that fails is a row.
     """
     first: tuple[Path, Row] | None = None
-    for name, config in trainings:
-        run, engine, began = Path(str(config.run_dir)), config.engine, time.monotonic()
-        torch.set_num_threads(engine.threads)
-        exact = engine.name == "tiny" and engine.device == "cpu" and engine.threads == 1
-        try:
-            with AgentTrainer(config) as trainer:
-                for _ in trainer.train():
-                    pass
-            digests = {"episodes": episodes_digest(run, tokens_only=not exact)}
-            if exact:
-                digests["weights"] = weights_digest(list_checkpoints(run / "checkpoints")[-1])
-            row = Row(name, digests, time.monotonic() - began)
-        except Exception as error:  # a border: a backend that fails is a row; the first one is an error
+    threads = torch.get_num_threads()
+    try:
+        for name, config in trainings:
+            torch.set_num_threads(config.engine.threads)
+            row, exact = _trained(name, config, may_fail=first is not None)
+            run = Path(str(config.run_dir))
             if first is None:
-                raise
-            row = Row(name, {}, time.monotonic() - began, f"{type(error).__name__}: {error}")
-        if first is None:
-            first = run, row
-        elif not row.problem and row.digests != first[1].digests:
-            parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
-            found = first_difference(first[0], run, tokens_only=not exact)
-            row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
-        yield row
+                first = run, row
+            elif not row.problem and row.digests != first[1].digests:
+                parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
+                found = first_difference(first[0], run, tokens_only=not exact)
+                row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
+            yield row
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trained(name: str, config: AgentConfig, *, may_fail: bool) -> tuple[Row, bool]:
+    """What came of a training, and whether its engine is exact to the bit."""
+    run, engine, began = Path(str(config.run_dir)), config.engine, time.monotonic()
+    exact = engine.name == "tiny" and engine.device == "cpu" and engine.threads == 1
+    try:
+        with AgentTrainer(config) as trainer:
+            for _ in trainer.train():
+                pass
+        digests = {"episodes": episodes_digest(run, tokens_only=not exact)}
+        if exact:
+            digests["weights"] = weights_digest(list_checkpoints(run / "checkpoints")[-1])
+        return Row(name, digests, time.monotonic() - began), exact
+    except Exception as error:  # a border: a backend that fails is a row; the first one is an error
+        if not may_fail:
+            raise
+        return Row(name, {}, time.monotonic() - began, f"{type(error).__name__}: {error}"), exact
