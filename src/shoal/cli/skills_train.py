@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from shoal.cli.command import Command
+from shoal.cli.command import Command, flags_of_field
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import resume_command
@@ -96,24 +96,16 @@ class TrainOptions:
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
     config: TrainingConfig = field(default_factory=TrainingConfig)
     said: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
-    """the words of the call"""
+    """the options that the call itself names; what a resumed folder was trained with is kept silently"""
 
 
-def _defaults(argv: list[str]) -> TrainOptions:
+def _defaults(given: Mapping[str, Any]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--env-name", "--env_name", default="crafting")
-    places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
-    early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
-    early.add_argument("--resume", action="store_true")
-    try:
-        known, _ = early.parse_known_args(argv)
-    except argparse.ArgumentError:  # which is told with the others
-        return TrainOptions(said=tuple(argv))
-    default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
-    path = known.graph_path / "config.yaml"
-    if known.resume and path.exists():  # what is not said again is as it was
-        return _read_config(path, known.graph_path, default)
+    world, folder = given.get("env_name", TrainOptions.env_name), given.get("graph_path", DEFAULT)
+    default = TrainOptions(config=default_config(world_of(world)), said=tuple(given))
+    path = folder / "config.yaml"
+    if given.get("resume") and path.exists():  # what is not said again is as it was
+        return _read_config(path, folder, default)
     return default
 
 
@@ -157,7 +149,7 @@ def train(options: TrainOptions) -> int:
     if options.replay:
         proposer = Replay(options.replay, features)
     elif options.llm_name:
-        key = os.environ.get("OPENAI_API_KEY", "none") if _is_said(options, "--llm-url") else "none"
+        key = os.environ.get("OPENAI_API_KEY", "none") if "llm_url" in options.said else "none"
         proposer = LanguageModel(
             options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
             record=options.graph_path / "proposals.jsonl",
@@ -229,32 +221,24 @@ def train(options: TrainOptions) -> int:
 COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
 
 
-def _is_said(options: TrainOptions, flag: str) -> bool:
-    """Whether the call itself names an option; one that a resumed folder was trained with is kept silently."""
-    return any(word.replace("_", "-").split("=")[0] == flag for word in options.said)
-
-
 def _refuse_what_is_ignored(options: TrainOptions) -> None:
     """Raise a `ConfigError` that names options of which one would be ignored."""
     if options.gpu_ids and options.gpus_per_skill:
         raise ConfigError("--gpu-ids names GPUs, --gpus-per-skill lets Ray choose them; give one of the two")
-    for flag, value, launcher in (
-        ("--gpus-per-skill", options.gpus_per_skill, "ray"),
-        ("--sbatch", options.sbatch, "slurm"),
-    ):
-        if value and options.launcher != launcher and _is_said(options, flag):
+    for name, launcher in (("gpus_per_skill", "ray"), ("sbatch", "slurm")):
+        if getattr(options, name) and options.launcher != launcher and name in options.said:
             raise ConfigError(
-                f"{flag} is for --launcher {launcher} and does nothing with {options.launcher}: leave it out, or name "
-                "that launcher"
+                f"{flags_of_field(name)[0]} is for --launcher {launcher} and does nothing with {options.launcher}: "
+                "leave it out, or name that launcher"
             )
     other = "--replay" if options.replay else "--llm-name" if options.llm_name else None
     if options.target_skill and other:
         raise ConfigError(
             f"--target-skill chooses from a file of skills, and {other} has skills proposed: give one of the two"
         )
-    if options.replay and _is_said(options, "--llm-name"):
+    if options.replay and "llm_name" in options.said:
         raise ConfigError("--replay and --llm-name both say what proposes skills: give one of the two")
-    if not options.llm_name and _is_said(options, "--llm-url"):
+    if not options.llm_name and "llm_url" in options.said:
         raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
 
 
