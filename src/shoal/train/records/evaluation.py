@@ -35,6 +35,7 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import ServerConfig, close_engine
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, playing_settings
+from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.metrics import program_metrics, success_by_kind
 from shoal.train.agent.run.playing import whole_episodes
 from shoal.train.ppo.checkpoint import checkpoint_named, checkpoint_step, holds_policy, load_run
@@ -281,8 +282,6 @@ def _opened(
 
     A folder that is there is asked before anything is loaded, another is made when the model is.
     """
-    import torch
-
     folder = None
     if out is not None and out.exists():
         folder = ending.enter_context(RunFolder(out, "eval", seed))
@@ -290,8 +289,7 @@ def _opened(
         model, checkpoint=checkpoint, device=device, seed=seed, server=server, identify=out is not None
     )
     ending.callback(close_engine, opened.engine)
-    ending.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(opened.settings.engine.threads)
+    ending.enter_context(threads(opened.settings.engine.threads))
     if out is not None and folder is None:
         folder = ending.enter_context(RunFolder(out, "eval", seed))
     return folder, opened

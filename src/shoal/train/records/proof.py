@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.compare import episodes_digest, first_difference, weights_digest
@@ -38,21 +37,17 @@ def prove(trainings: Iterable[tuple[str, AgentConfig]]) -> Iterator[Row]:
         Exception: the first training failed; a later one that fails is a row.
     """
     first: tuple[Path, Row] | None = None
-    threads = torch.get_num_threads()
-    try:
-        for name, config in trainings:
-            torch.set_num_threads(config.engine.threads)
+    for name, config in trainings:
+        with threads(config.engine.threads):
             row, exact = _trained(name, config, may_fail=first is not None)
-            run = Path(str(config.run_dir))
-            if first is None:
-                first = run, row
-            elif not row.problem and row.digests != first[1].digests:
-                parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
-                found = first_difference(first[0], run, tokens_only=not exact)
-                row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
-            yield row
-    finally:
-        torch.set_num_threads(threads)
+        run = Path(str(config.run_dir))
+        if first is None:
+            first = run, row
+        elif not row.problem and row.digests != first[1].digests:
+            parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
+            found = first_difference(first[0], run, tokens_only=not exact)
+            row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
+        yield row
 
 
 def _trained(name: str, config: AgentConfig, *, may_fail: bool) -> tuple[Row, bool]:

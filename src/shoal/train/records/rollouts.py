@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.core.errors import ConfigError, DataError
@@ -29,6 +27,7 @@ from shoal.samplers.registry import close_engine, make_engine
 from shoal.samplers.sampler import Level
 from shoal.train.agent.config import AgentConfig, playing_settings
 from shoal.train.agent.policies.loading import load_engine, policy_of
+from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.answers import with_room
 from shoal.train.agent.run.metrics import rollout_metrics
 from shoal.train.records import compare
@@ -199,8 +198,7 @@ def _refuse_taken(config: AgentConfig, iteration: int) -> None:
 def _prepare(config: AgentConfig, run: Path | None, ending: ExitStack) -> _Place:
     """Load the engine, and take the run folder."""
     toolbox = ending.enter_context(Toolbox(config.agent_proxy.tools, config.agent_proxy.max_tool_turns))
-    ending.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(config.engine.threads)
+    ending.enter_context(threads(config.engine.threads))
 
     def read(folder: Path) -> tuple[str, Any]:
         loaded = load_engine(folder, device=config.engine.device, config=config.engine)
