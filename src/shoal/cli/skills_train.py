@@ -19,12 +19,13 @@ from shoal.cli.command import Command, flags_of_field
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import resume_command
-from shoal.cli.skills import DEFAULT, table, training_seconds
+from shoal.cli.skills import DEFAULT, table
 from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.graph.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.views import training_seconds
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.trainer import TrainingConfig, default_config
 from shoal.skills.plan import dependencies, plan_for

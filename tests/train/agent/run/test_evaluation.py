@@ -14,6 +14,7 @@ from shoal.core.run_folder import FolderLock
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.evaluation import PANELS
+from shoal.train.records.exported import export_model
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,9 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
         tmp_path / f"eval-{name}" / "trajectories" / "eval.jsonl" for name in (run.name, "model")
     )
     assert of_run.read_bytes() == of_model.read_bytes()
+    assert export_model(run, tmp_path / "first", to="shoal", checkpoint="0") == "step-000000"
+    for file in (run / "checkpoints" / "step-000000" / "engine").iterdir():
+        assert (tmp_path / "first" / file.name).read_bytes() == file.read_bytes()
     assert main(["export", str(run), str(tmp_path / "hf")]) == 2
     assert "transformers does not know" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 2
