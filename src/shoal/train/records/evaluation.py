@@ -74,6 +74,25 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _How:
+    """The arguments of `evaluate` that say how episodes are played, of whatever env."""
+
+    episodes: int = 200
+    seed: int = 0
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    checkpoint: str = "newest"
+    device: str | None = None
+    server: ServerConfig = LOCAL
+    out: Path | None = None
+    progress: Progress = lambda played, total: None
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"episodes must be at least 1, got {self.episodes}")
+
+
+@dataclass(frozen=True)
 class _Plan:
     """What is played, and how."""
 
@@ -134,15 +153,15 @@ def evaluate(
         ConfigError: a setting does not fit, or would do nothing.
         EngineError: no episode came to an end.
     """
-    out = None if out is None else Path(out)
+    how = _How(
+        episodes, seed, temperature, max_tokens, checkpoint, device, server, None if out is None else Path(out),
+        progress,
+    )  # fmt: skip
     if is_ppo_run(model):
         idle = {"env": env, "env_config": env_config, "max_tokens": max_tokens}
         if given := [name for name, value in idle.items() if value is not None]:
             raise ConfigError(f"{given[0]} does nothing with a PPO run: leave it out")
-        return _evaluate_ppo(
-            Path(model), episodes=episodes, seed=seed, temperature=temperature, checkpoint=checkpoint,
-            device=device or "cpu", out=out, video=video,
-        )  # fmt: skip
+        return _evaluate_ppo(Path(model), how, video)
     if video is not None:
         raise ConfigError(
             "video films a PPO run, and this is an agent, whose episodes are text: leave it out"
@@ -151,14 +170,12 @@ def evaluate(
         raise ConfigError(
             "env_config sets the env that env names, and a run's own envs are played: give env too"
         )
-    _refuse_too_few(episodes)
     if env is None and is_server(model):
         raise ConfigError(NO_ENV)
     with ExitStack() as ending:
-        folder, opened = _opened(ending, model, checkpoint, device, server, out, seed)
-        plan = _planned(opened.settings, env, env_config or {}, episodes, seed, temperature, max_tokens)
-        journal = _journal(folder, opened.weights, {"eval": plan}, episodes, progress)
-        played = _play(opened, plan, journal, episodes, out)
+        folder, opened = _opened(ending, model, how)
+        plan = _planned(opened.settings, env, env_config or {}, how)
+        played = _play(opened, plan, _journal(folder, opened.weights, {"eval": plan}, how), how)
         metrics, notes = _measured(played)
         if not brings_prompts(model):
             notes += _first_prompt(opened.engine, played)
@@ -172,32 +189,15 @@ def evaluate(
     return Evaluation(metrics, played, notes)
 
 
-def evaluate_panel(
-    model: Path | str,
-    panel: str = "core",
-    *,
-    episodes: int = 200,
-    temperature: float = 0.0,
-    max_tokens: int | None = None,
-    checkpoint: str = "newest",
-    device: str | None = None,
-    server: ServerConfig = LOCAL,
-    out: Path | str | None = None,
-    progress: Progress = lambda played, total: None,
-) -> Evaluation:
+def evaluate_panel(model: Path | str, panel: str = "core", **settings: Any) -> Evaluation:
     """Play pinned episodes of the envs of a panel: the same table, to the last digit, for the same weights.
 
     Args:
-        model: as in `evaluate`, and so are the other arguments; no PPO run.
+        model: as in `evaluate`, but for PPO runs.
         panel: a name in `PANELS`.
-        episodes: of each env.
-        temperature: see there.
-        max_tokens: see there.
-        checkpoint: see there.
-        device: see there.
-        server: see there. A server's answers do not repeat, so it wants `out`.
-        out: a folder for `panel.json` and `trajectories/ENV.jsonl`.
-        progress: called with the episodes of all envs together.
+        settings: those of `evaluate` that say how episodes are played: `episodes` of each env, `temperature`,
+            `max_tokens`, `checkpoint`, `device`, `server`, `progress`, and `out`, a folder for `panel.json` and
+            `trajectories/ENV.jsonl`, which a server's model needs: its answers do not repeat.
 
     Returns:
         As metrics the `panel`, the `model`, whether the table is `repeatable`, how it was played, and `rows`, one of
@@ -205,26 +205,22 @@ def evaluate_panel(
     """
     from shoal import envs
 
-    _refuse_too_few(episodes)
-    out, repeatable = None if out is None else Path(out), not is_server(model)
-    if not repeatable and out is None:
+    how, repeatable = _How(seed=PANEL_SEED, **settings), not is_server(model)
+    if not repeatable and how.out is None:
         raise ConfigError("a server's answers do not repeat: keep them beside the table with --out FOLDER")
-    for env, settings in PANELS[panel].items():
-        envs.make(env, **settings).close()  # a package that is missing is told before anything is played
+    for env, config in PANELS[panel].items():
+        envs.make(env, **config).close()  # a package that is missing is told before anything is played
     rows: list[dict[str, Any]] = []
     trajectories: list[Trajectory] = []
     notes: list[str] = []
     with ExitStack() as ending:
-        folder, opened = _opened(ending, model, checkpoint, device, server, out, PANEL_SEED)
-        plans = {
-            env: _planned(opened.settings, env, settings, episodes, PANEL_SEED, temperature, max_tokens)
-            for env, settings in PANELS[panel].items()
-        }
-        journal = _journal(folder, opened.weights, plans, episodes, progress)
+        folder, opened = _opened(ending, model, how)
+        plans = {env: _planned(opened.settings, env, config, how) for env, config in PANELS[panel].items()}
+        journal = _journal(folder, opened.weights, plans, how)
         if folder is not None:
             _clear(folder.path)
         for env, plan in plans.items():
-            played = _play(opened, plan, journal, episodes, out)
+            played = _play(opened, plan, journal, how)
             if folder is not None:
                 write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
             metrics, failures = _measured(played)
@@ -269,42 +265,33 @@ def _measured(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[
     return metrics, notes
 
 
-def _refuse_too_few(episodes: int) -> None:
-    if episodes < 1:
-        raise ConfigError(f"episodes must be at least 1, got {episodes}")
-
-
-def _opened(
-    ending: ExitStack, model: Path | str, checkpoint: str, device: str | None, server: ServerConfig,
-    out: Path | None, seed: int,
-) -> tuple[RunFolder | None, Opened]:  # fmt: skip
+def _opened(ending: ExitStack, model: Path | str, how: _How) -> tuple[RunFolder | None, Opened]:
     """The run folder, nobody else's until the end, and the model, with as many threads as it was trained with.
 
     A folder that is there is asked before anything is loaded, another is made when the model is.
     """
-    folder = None
+    out, folder = how.out, None
     if out is not None and out.exists():
-        folder = ending.enter_context(RunFolder(out, "eval", seed))
+        folder = ending.enter_context(RunFolder(out, "eval", how.seed))
     opened = open_model(
-        model, checkpoint=checkpoint, device=device, seed=seed, server=server, identify=out is not None
-    )
+        model, checkpoint=how.checkpoint, device=how.device, seed=how.seed, server=how.server,
+        identify=out is not None,
+    )  # fmt: skip
     ending.callback(close_engine, opened.engine)
     ending.enter_context(threads(opened.settings.engine.threads))
     if out is not None and folder is None:
-        folder = ending.enter_context(RunFolder(out, "eval", seed))
+        folder = ending.enter_context(RunFolder(out, "eval", how.seed))
     return folder, opened
 
 
-def _journal(
-    folder: RunFolder | None, weights: str, plans: Mapping[str, _Plan], episodes: int, progress: Progress
-) -> Journal:
+def _journal(folder: RunFolder | None, weights: str, plans: Mapping[str, _Plan], how: _How) -> Journal:
     """What was played for these plans before an evaluation was broken off."""
-    total = episodes * len(plans)
+    total = how.episodes * len(plans)
     if folder is None:
-        return CountedJournal(progress, total)
+        return CountedJournal(how.progress, total)
     plays = {name: playing_settings(plan.settings) for name, plan in plans.items()}
-    asked = {"weights": weights, "episodes": episodes, "plays": plays}
-    return CountedJournal(progress, total, folder.unfinished_path, asked, folder.hold)
+    asked = {"weights": weights, "episodes": how.episodes, "plays": plays}
+    return CountedJournal(how.progress, total, folder.unfinished_path, asked, folder.hold)
 
 
 def _clear(folder: Path) -> None:
@@ -315,10 +302,7 @@ def _clear(folder: Path) -> None:
         (folder / "trajectories" / f"{name}.jsonl").unlink(missing_ok=True)
 
 
-def _planned(
-    run: AgentConfig, env: str | None, env_config: Mapping[str, Any], episodes: int, seed: int,
-    temperature: float, max_tokens: int | None,
-) -> _Plan:  # fmt: skip
+def _planned(run: AgentConfig, env: str | None, env_config: Mapping[str, Any], how: _How) -> _Plan:
     """What is asked for, of a run's own held-out envs or of another."""
     if env is None:
         tags, kinds = run.es_manager.val.env_configs, run.custom_envs
@@ -329,13 +313,13 @@ def _planned(
     if not tags.tags:
         raise ConfigError(NO_ENV)
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
-    groups = EnvGroups(shares * max(1, min(episodes, AT_ONCE) // shares), 1, tags)
+    groups = EnvGroups(shares * max(1, min(how.episodes, AT_ONCE) // shares), 1, tags)
     proxy = run.agent_proxy
-    if max_tokens is not None:
-        proxy = replace(proxy, max_tokens=max_tokens)
-    sampling = replace(proxy.sampling(greedy=not temperature), temperature=temperature)
+    if how.max_tokens is not None:
+        proxy = replace(proxy, max_tokens=how.max_tokens)
+    sampling = replace(proxy.sampling(greedy=not how.temperature), temperature=how.temperature)
     values = to_mapping(run)
-    values |= {"seed": seed, "run_dir": None, "resume": False}
+    values |= {"seed": how.seed, "run_dir": None, "resume": False}
     values["custom_envs"] |= {tag: to_mapping(kind) for tag, kind in kinds.items()}
     values["es_manager"]["val"] = to_mapping(groups)
     values["agent_proxy"] |= {
@@ -344,10 +328,10 @@ def _planned(
         "max_turn": proxy.max_turn if env is None else None,  # another env has its own limit
     }
     envs = EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector)
-    return _Plan(envs, sampling, derive_seed(seed, "evaluation"), values)
+    return _Plan(envs, sampling, derive_seed(how.seed, "evaluation"), values)
 
 
-def _play(opened: Opened, plan: _Plan, journal: Journal, episodes: int, out: Path | None) -> list[Trajectory]:
+def _play(opened: Opened, plan: _Plan, journal: Journal, how: _How) -> list[Trajectory]:
     """The episodes of a plan: programs on the run's hosts with a gateway, envs in this process."""
     from shoal.gateway.programs import sessions_of
 
@@ -367,17 +351,17 @@ def _play(opened: Opened, plan: _Plan, journal: Journal, episodes: int, out: Pat
             ending.callback(made.pool.close)
             toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
             ending.callback(toolbox.close)
-            if out is not None:
-                toolbox.keep(out)
+            if how.out is not None:
+                toolbox.keep(how.out)
             roles = make_roles(kinds, made.tags, plan.settings["agent_proxy"]["max_turn"])
             collector = TrajectoryCollector(
                 made.pool, made.tags, roles, 1, opened.engine, proxy.prompt, plan.seed,
                 env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,
             )  # fmt: skip
         played: list[Trajectory] = []
-        while len(played) < episodes:
+        while len(played) < how.episodes:
             played += collector.collect(0, plan.sampling, first_group=len(played))
-        return played[:episodes]
+        return played[: how.episodes]
 
 
 # --- what a reader should know of the answers
@@ -430,34 +414,31 @@ def is_ppo_run(model: Path | str) -> bool:
     return holds_policy(folder) or ((folder / "config.yaml").is_file() and command_of(folder) == "train-ppo")
 
 
-def _evaluate_ppo(
-    run: Path, *, episodes: int, seed: int, temperature: float, checkpoint: str, device: str, out: Path | None,
-    video: Path | str | None,
-) -> Evaluation:  # fmt: skip
+def _evaluate_ppo(run: Path, how: _How, video: Path | str | None) -> Evaluation:
     """Play the policy on single episodes, as the run's own evaluations do."""
     from shoal.train.ppo.ppo import PPO
     from shoal.train.ppo.run import write_video
 
-    if temperature not in (0.0, 1.0):
-        raise ConfigError(f"--temperature of a PPO run must be 0 or 1, got {temperature}")
-    folder = checkpoint_named(run, checkpoint)
+    if how.temperature not in (0.0, 1.0):
+        raise ConfigError(f"--temperature of a PPO run must be 0 or 1, got {how.temperature}")
+    folder = checkpoint_named(run, how.checkpoint)
     asked = load_run(folder).training.get("options", {})
-    likeliest = not temperature and asked.get("eval_deterministic", True)
+    likeliest = not how.temperature and asked.get("eval_deterministic", True)
     with ExitStack() as ending:
-        kept = ending.enter_context(RunFolder(out, "eval", seed)) if out else None
-        ppo = ending.enter_context(PPO.load(folder, backend="serial", device=device))
+        kept = ending.enter_context(RunFolder(how.out, "eval", how.seed)) if how.out else None
+        ppo = ending.enter_context(PPO.load(folder, backend="serial", device=how.device or "cpu"))
         if video is not None:
             ppo.factory.check_rendering()
-        played = ppo.evaluate(episodes, deterministic=likeliest, seed=seed)
+        played = ppo.evaluate(how.episodes, deterministic=likeliest, seed=how.seed)
         if video is not None:
             frames: list[Any] = []
-            ppo.evaluate(1, deterministic=likeliest, frames=frames, seed=seed)
+            ppo.evaluate(1, deterministic=likeliest, frames=frames, seed=how.seed)
             write_video(Path(video), frames)
         metrics = {
             "env": ppo.factory.name, "steps": checkpoint_step(folder), "eval_return_mean": played.mean,
             "eval_return_std": played.std, "eval_return_min": min(played.returns),
             "eval_return_max": max(played.returns), "eval_length_mean": sum(played.lengths) / len(played.lengths),
-            "episodes": len(played.returns), "deterministic": likeliest, "seed": seed, "returns": played.returns,
+            "episodes": len(played.returns), "deterministic": likeliest, "seed": how.seed, "returns": played.returns,
         }  # fmt: skip
         if kept is not None:
             kept.finish({key: value for key, value in metrics.items() if key != "returns"})
