@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from shoal.cli.command import Command, flags_of_field
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
+from shoal.cli.grammar import Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import resume_command
 from shoal.cli.skills import DEFAULT, table
@@ -25,6 +24,7 @@ from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.graph.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.store import Store
 from shoal.skills.graph.views import training_seconds
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.trainer import TrainingConfig, default_config
@@ -35,6 +35,8 @@ from shoal.skills.spec import load_skills
 from shoal.skills.worlds.registry import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
+STATES = ("running", "completed", "failed", "blocked")
+"""Of a skill, whose changes are printed where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +182,24 @@ def train(options: TrainOptions) -> int:
     config = options.config
     if options.skill_timesteps_budget is not None:
         config = replace(config, total_timesteps=options.skill_timesteps_budget)
+    began = time.monotonic()
+    progress, quiet = Progress("training", bar=False), options.json_events or options.json
+    progress.doing = lambda: f"in training: {', '.join(scheduler.get_running_skills()) or 'nothing'}"
+
+    def happened(event: dict[str, Any]) -> None:
+        run.event(**event)
+        if not (quiet or sys.stdout.isatty()) and event["event"] in STATES:
+            progress.say(_line(event, time.monotonic() - began))
+
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
         world=world, launcher=launcher, seed=options.seed, config=config,
-        on_event=lambda event: run.event(**event), time_limit=options.time_limit,
+        on_event=happened, time_limit=options.time_limit,
         gpu_ids=options.gpu_ids,
     )  # fmt: skip
     scheduler.take()  # before anything of a run that is going on is changed
     _write_config(options)
     log = _wandb(options)
-    began = time.monotonic()
 
     def told(name: str, data: dict[str, Any]) -> None:
         run.append_metrics({"skill": name, "seconds": round(time.monotonic() - began, 2), **data})
@@ -200,8 +210,9 @@ def train(options: TrainOptions) -> int:
     show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
-            if not (options.json_events or options.json):
-                stack.enter_context(_Show(scheduler))
+            if not quiet:
+                shown = _live_table(scheduler.store) if sys.stdout.isatty() else progress
+                stack.enter_context(shown)
             finished = scheduler.run(proposer, options.max_nodes)
         with Progress("evaluating and drawing the chain", sys.stderr):
             metrics = _measure(options, scheduler, began)
@@ -345,53 +356,16 @@ def _wandb(options: TrainOptions) -> Any:
     return wandb.init(project=project, config=asdict(options))
 
 
-class _Show:
-    """A live table on a terminal; elsewhere one line for each change of state."""
+@contextmanager
+def _live_table(store: Store) -> Iterator[None]:
+    """The skills in the states that they are in, as they change, on a terminal."""
+    from rich.live import Live
 
-    def __init__(self, scheduler: SkillScheduler) -> None:
-        self.scheduler = scheduler
-        self._told = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="show", daemon=True)
+    with Live(get_renderable=lambda: table(store.skills(), store), redirect_stderr=sys.stderr.isatty()):
+        yield
 
-    def __enter__(self) -> _Show:
-        before = self.scheduler.store.events(0)  # of the run that is resumed: told already
-        self._told = before[-1]["seq"] if before else 0
-        self._thread.start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            store = self.scheduler.store
-            errors = sys.stderr.isatty()
-            with Live(table(store.skills(), store), refresh_per_second=4, redirect_stderr=errors) as live:
-                while not self._done.wait(0.25):
-                    live.update(table(store.skills(), store))
-                live.update(table(store.skills(), store))
-            return
-        told = self._told
-        clock, began = time.time(), time.monotonic()
-        said = began
-        while True:
-            over = self._done.wait(min(0.5, HEARTBEAT))
-            for event in self.scheduler.store.events(told):
-                told = event["seq"]
-                if event["kind"] in ("running", "completed", "failed", "blocked"):
-                    why = harmless(event["detail"].get("reason") or "")
-                    print(
-                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {why}".rstrip(),
-                        flush=True,
-                    )
-                    said = time.monotonic()
-            going = self.scheduler.get_running_skills()
-            if going and time.monotonic() - said > HEARTBEAT:
-                said = time.monotonic()
-                print(f"{said - began:8.1f} s  … in training: {', '.join(going)}", flush=True)
-            if over:
-                return
+def _line(event: dict[str, Any], seconds: float) -> str:
+    """A change of state of a skill, where there is no terminal."""
+    why = harmless(event.get("reason") or "")
+    return f"{seconds:8.1f} s  {event['skill']}: {event['event']} {why}".rstrip()
