@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import harmless, program
 from shoal.core.errors import ConfigError
+from shoal.train.records.config import EvaluationConfig
 
 PROGRAMS = ("program_errors", "refused_requests", "overridden/", "unenforced/")
 """Metrics of programs that are printed where they occur."""
@@ -40,21 +41,9 @@ class EvalOptions:
     """Settings of the env as key=value; values are JSON or plain text."""
     panel: Literal["core", "all"] | None = None
     """Play pinned episodes of several envs: the same table, to the last digit, for whoever plays the same weights."""
-    episodes: int = 200
-    """How many to play (of each env of a panel); more give a narrower interval."""
-    seed: int = 0
-    """Seed of the evaluation episodes."""
-    temperature: float = 0.0
-    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold. Of a PPO run 0
-    acts as its own evaluations did (the likeliest actions, unless its preset draws them)."""
-    device: str | None = None
-    """Where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given."""
-    checkpoint: str = "newest"
-    """Checkpoint of a run: newest, best, or an iteration (of a PPO run, its env steps)."""
     video: bool = False
     """Of a PPO run: film the first episode as video.gif, in --out or in the run folder."""
-    max_tokens: int | None = None
-    """Tokens of a response; what the run or export was trained with, 64 for another model, 512 for a server."""
+    how: EvaluationConfig = field(default_factory=EvaluationConfig)
     base_url: str = "http://127.0.0.1:8000/v1"
     """Of an OpenAI-compatible server, for `openai:MODEL`; `openai:` alone takes the first model it lists."""
     api_key_env: str | None = None
@@ -65,9 +54,6 @@ class EvalOptions:
     """Seconds that the server has for an answer."""
     retries: int = 4
     """Attempts after the first, where the server is busy or out of reach."""
-    out: Path | None = None
-    """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`; say the same again after a kill, Ctrl-C
-    or full disk, and what was played is kept."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -96,7 +82,8 @@ def evaluate(options: EvalOptions) -> int:
     from shoal.train.records.evaluation import evaluate_panel, is_ppo_run
     from shoal.train.records.models import has_checkpoints, is_server
 
-    refuse_below(options, episodes=1, max_tokens=1)
+    how, settings = options.how, asdict(options.how)
+    refuse_below(how, episodes=1, max_tokens=1)
     if is_ppo_run(options.model):
         return _play_ppo(options)
     refuse_idle(options, "with an agent: shoal show prints its episodes", "video")
@@ -105,41 +92,35 @@ def evaluate(options: EvalOptions) -> int:
             "--env-config sets the env that --env names, and a run's own envs are played: add --env NAME"
         )
     if is_server(options.model):
-        refuse_idle(options, "with a server's model", "checkpoint")
+        refuse_idle(how, "with a server's model", "checkpoint")
     else:
         refuse_idle(
             options, "without openai:MODEL", "base_url", "api_key_env", "concurrency", "timeout", "retries"
         )
         if not has_checkpoints(options.model):
-            refuse_idle(options, "with a model, which has only one", "checkpoint")
-        refuse_device(options.device or "cpu")
+            refuse_idle(how, "with a model, which has only one", "checkpoint")
+        refuse_device(how.device or "cpu")
     server = ServerConfig(
         url=options.base_url, api_key_env=options.api_key_env, concurrency=options.concurrency,
         timeout=options.timeout, retries=options.retries,
     )  # fmt: skip
-    how: dict[str, Any] = {
-        "episodes": options.episodes, "temperature": options.temperature, "max_tokens": options.max_tokens,
-        "checkpoint": options.checkpoint, "device": options.device, "server": server, "out": options.out,
-    }  # fmt: skip
     if options.panel is not None:
-        if options.env is not None or options.env_config or options.seed:
+        if options.env is not None or options.env_config or settings.pop("seed"):
             raise ConfigError("a panel has its own envs and seed: leave --env, --env-config and --seed out")
-        with episodes_played("loading the model", options.out) as progress:
-            found = evaluate_panel(options.model, options.panel, progress=progress, **how)
+        with episodes_played("loading the model", how.out) as progress:
+            found = evaluate_panel(options.model, options.panel, server=server, progress=progress, **settings)
         _print_notes(found.notes)
         return _print_panel(options, found.metrics)
-    with episodes_played("loading the model", options.out) as progress:
-        found = play(
-            options.model, options.env, parse_env_kwargs(options.env_config), seed=options.seed,
-            progress=progress, **how,
-        )  # fmt: skip
+    env_config = parse_env_kwargs(options.env_config)
+    with episodes_played("loading the model", how.out) as progress:
+        found = play(options.model, options.env, env_config, server=server, progress=progress, **settings)
     _print_notes(found.notes)
     if options.json:
         print_json(found.metrics)
     else:
         _print_metrics(found.metrics)
-    if options.out is not None:
-        print(f"look at an episode:  {program()} show {shlex.quote(str(options.out))} --worst")
+    if how.out is not None:
+        print(f"look at an episode:  {program()} show {shlex.quote(str(how.out))} --worst")
     return 0
 
 
@@ -181,7 +162,7 @@ def _print_panel(options: EvalOptions, table: dict[str, Any]) -> int:
 
 
 OF_AGENTS = (
-    "env", "env_config", "panel", "max_tokens", "base_url", "api_key_env", "concurrency", "timeout", "retries",
+    "env", "env_config", "panel", "base_url", "api_key_env", "concurrency", "timeout", "retries",
 )  # fmt: skip
 """Options without a meaning for a PPO run."""
 
@@ -191,24 +172,23 @@ def _play_ppo(options: EvalOptions) -> int:
     from shoal.train.ppo.checkpoint import checkpoint_named
     from shoal.train.records.evaluation import evaluate as play
 
+    how = options.how
     refuse_idle(options, "with a PPO run", *OF_AGENTS)
-    refuse_device(options.device or "cpu")
-    video = (options.out or Path(options.model)) / "video.gif" if options.video else None
+    refuse_idle(how, "with a PPO run", "max_tokens")
+    refuse_device(how.device or "cpu")
+    video = (how.out or Path(options.model)) / "video.gif" if options.video else None
     with Progress("playing", sys.stderr):
-        metrics = play(
-            options.model, episodes=options.episodes, seed=options.seed, temperature=options.temperature,
-            checkpoint=options.checkpoint, device=options.device, out=options.out, video=video,
-        ).metrics  # fmt: skip
+        metrics = play(options.model, video=video, **asdict(how)).metrics
     if options.json:
         print_json(metrics | ({} if video is None else {"video": str(video)}))
         return 0
-    how = "the likeliest actions" if metrics["deterministic"] else "drawn actions"
+    acting = "the likeliest actions" if metrics["deterministic"] else "drawn actions"
     mean, std = metrics["eval_return_mean"], metrics["eval_return_std"]
     least, most = metrics["eval_return_min"], metrics["eval_return_max"]
     print(f"return    {mean:.2f} ± {std:.2f}   (least {least:g}, most {most:g})")
     print(f"length    {metrics['eval_length_mean']:.1f}")
-    place = checkpoint_named(Path(options.model), options.checkpoint).name
-    print(f"episodes  {metrics['episodes']} of {metrics['env']}, {how}, seed {metrics['seed']}, {place}")
+    place = checkpoint_named(Path(options.model), how.checkpoint).name
+    print(f"episodes  {metrics['episodes']} of {metrics['env']}, {acting}, seed {metrics['seed']}, {place}")
     if video is not None:
         print(f"video     {video}")
     return 0

@@ -39,6 +39,7 @@ from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.metrics import program_metrics, success_by_kind
 from shoal.train.agent.run.playing import whole_episodes
 from shoal.train.ppo.checkpoint import checkpoint_named, checkpoint_step, holds_policy, load_run
+from shoal.train.records.config import EvaluationConfig
 from shoal.train.records.models import LOCAL, SERVER, brings_prompts, is_server, open_model
 
 if TYPE_CHECKING:
@@ -74,25 +75,6 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _How:
-    """The arguments of `evaluate` that say how episodes are played, of whatever env."""
-
-    episodes: int = 200
-    seed: int = 0
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    checkpoint: str = "newest"
-    device: str | None = None
-    server: ServerConfig = LOCAL
-    out: Path | None = None
-    progress: Progress = lambda played, total: None
-
-    def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"episodes must be at least 1, got {self.episodes}")
-
-
-@dataclass(frozen=True)
 class _Plan:
     """What is played, and how."""
 
@@ -108,16 +90,10 @@ def evaluate(
     env: str | None = None,
     env_config: Mapping[str, Any] | None = None,
     *,
-    episodes: int = 200,
-    seed: int = 0,
-    temperature: float = 0.0,
-    max_tokens: int | None = None,
-    checkpoint: str = "newest",
-    device: str | None = None,
-    server: ServerConfig = LOCAL,
-    out: Path | str | None = None,
+    server: ServerConfig | None = None,
     video: Path | str | None = None,
     progress: Progress = lambda played, total: None,
+    **settings: Any,
 ) -> Evaluation:
     """Play held-out episodes with a run, a model or a server, and measure how well it does; `shoal eval` in Python.
 
@@ -134,31 +110,21 @@ def evaluate(
             Face model folder, a name of `shoal model list`, or "openai:MODEL" on a server.
         env: a name of `shoal envs list`; the held-out envs of the run or export if not given.
         env_config: settings of that env.
-        episodes: how many to play; more give a narrower interval.
-        seed: of the evaluation episodes; the same seed gives the same episodes whatever the model.
-        temperature: 0 takes the likeliest token, 1 samples as in training. Of a PPO run 0 acts as its own evaluations
-            did, and 1 draws its actions.
-        max_tokens: tokens of a response; what the run was trained with, 64 of a bare model, 512 of a server.
-        checkpoint: of a run: "newest", "best", or an iteration (of a PPO run, its env steps).
-        device: such as "cuda:1"; where the run was trained, or the CPU, if not given.
-        server: its address, key and limits, for "openai:MODEL".
-        out: a folder for `trajectories/eval.jsonl`, `config.yaml` and `summary.json`. The same call again after a
-            kill or a full disk plays only what is missing.
+        server: its address, key and limits, for "openai:MODEL"; port 8000 of this machine if not given.
         video: a file for a film (GIF) of the first episode of a PPO run.
         progress: called with the episodes played and all of them, first with those that `out` had kept, and after
             each episode; not for PPO runs.
+        settings: the fields of `EvaluationConfig`: `episodes`, `seed`, `temperature`, `device`, `checkpoint`,
+            `max_tokens`, `out`. The same seed gives the same episodes whatever the model.
 
     Raises:
         DataError: there is no such model or checkpoint, or it is damaged.
         ConfigError: a setting does not fit, or would do nothing.
         EngineError: no episode came to an end.
     """
-    how = _How(
-        episodes, seed, temperature, max_tokens, checkpoint, device, server, None if out is None else Path(out),
-        progress,
-    )  # fmt: skip
+    how = EvaluationConfig(**settings)
     if is_ppo_run(model):
-        idle = {"env": env, "env_config": env_config, "max_tokens": max_tokens}
+        idle = {"env": env, "env_config": env_config, "max_tokens": how.max_tokens, "server": server}
         if given := [name for name, value in idle.items() if value is not None]:
             raise ConfigError(f"{given[0]} does nothing with a PPO run: leave it out")
         return _evaluate_ppo(Path(model), how, video)
@@ -173,9 +139,9 @@ def evaluate(
     if env is None and is_server(model):
         raise ConfigError(NO_ENV)
     with ExitStack() as ending:
-        folder, opened = _opened(ending, model, how)
+        folder, opened = _opened(ending, model, how, server)
         plan = _planned(opened.settings, env, env_config or {}, how)
-        played = _play(opened, plan, _journal(folder, opened.weights, {"eval": plan}, how), how)
+        played = _play(opened, plan, _journal(folder, opened.weights, {"eval": plan}, how, progress), how)
         metrics, notes = _measured(played)
         if not brings_prompts(model):
             notes += _first_prompt(opened.engine, played)
@@ -189,15 +155,22 @@ def evaluate(
     return Evaluation(metrics, played, notes)
 
 
-def evaluate_panel(model: Path | str, panel: str = "core", **settings: Any) -> Evaluation:
+def evaluate_panel(
+    model: Path | str,
+    panel: str = "core",
+    *,
+    server: ServerConfig | None = None,
+    progress: Progress = lambda played, total: None,
+    **settings: Any,
+) -> Evaluation:
     """Play pinned episodes of the envs of a panel: the same table, to the last digit, for the same weights.
 
     Args:
         model: as in `evaluate`, but for PPO runs.
         panel: a name in `PANELS`.
-        settings: those of `evaluate` that say how episodes are played: `episodes` of each env, `temperature`,
-            `max_tokens`, `checkpoint`, `device`, `server`, `progress`, and `out`, a folder for `panel.json` and
-            `trajectories/ENV.jsonl`, which a server's model needs: its answers do not repeat.
+        server: as there.
+        progress: called with the episodes of all envs together.
+        settings: as there, but for the seed. A server's answers do not repeat, so it wants `out`.
 
     Returns:
         As metrics the `panel`, the `model`, whether the table is `repeatable`, how it was played, and `rows`, one of
@@ -205,7 +178,7 @@ def evaluate_panel(model: Path | str, panel: str = "core", **settings: Any) -> E
     """
     from shoal import envs
 
-    how, repeatable = _How(seed=PANEL_SEED, **settings), not is_server(model)
+    how, repeatable = EvaluationConfig(seed=PANEL_SEED, **settings), not is_server(model)
     if not repeatable and how.out is None:
         raise ConfigError("a server's answers do not repeat: keep them beside the table with --out FOLDER")
     for env, config in PANELS[panel].items():
@@ -214,9 +187,9 @@ def evaluate_panel(model: Path | str, panel: str = "core", **settings: Any) -> E
     trajectories: list[Trajectory] = []
     notes: list[str] = []
     with ExitStack() as ending:
-        folder, opened = _opened(ending, model, how)
+        folder, opened = _opened(ending, model, how, server)
         plans = {env: _planned(opened.settings, env, config, how) for env, config in PANELS[panel].items()}
-        journal = _journal(folder, opened.weights, plans, how)
+        journal = _journal(folder, opened.weights, plans, how, progress)
         if folder is not None:
             _clear(folder.path)
         for env, plan in plans.items():
@@ -265,16 +238,20 @@ def _measured(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[
     return metrics, notes
 
 
-def _opened(ending: ExitStack, model: Path | str, how: _How) -> tuple[RunFolder | None, Opened]:
+def _opened(
+    ending: ExitStack, model: Path | str, how: EvaluationConfig, server: ServerConfig | None
+) -> tuple[RunFolder | None, Opened]:
     """The run folder, nobody else's until the end, and the model, with as many threads as it was trained with.
 
     A folder that is there is asked before anything is loaded, another is made when the model is.
     """
-    out, folder = how.out, None
+    if how.episodes < 1:
+        raise ConfigError(f"episodes must be at least 1, got {how.episodes}")
+    out, folder = None if how.out is None else Path(how.out), None
     if out is not None and out.exists():
         folder = ending.enter_context(RunFolder(out, "eval", how.seed))
     opened = open_model(
-        model, checkpoint=how.checkpoint, device=how.device, seed=how.seed, server=how.server,
+        model, checkpoint=how.checkpoint, device=how.device, seed=how.seed, server=server or LOCAL,
         identify=out is not None,
     )  # fmt: skip
     ending.callback(close_engine, opened.engine)
@@ -284,14 +261,20 @@ def _opened(ending: ExitStack, model: Path | str, how: _How) -> tuple[RunFolder 
     return folder, opened
 
 
-def _journal(folder: RunFolder | None, weights: str, plans: Mapping[str, _Plan], how: _How) -> Journal:
+def _journal(
+    folder: RunFolder | None,
+    weights: str,
+    plans: Mapping[str, _Plan],
+    how: EvaluationConfig,
+    progress: Progress,
+) -> Journal:
     """What was played for these plans before an evaluation was broken off."""
     total = how.episodes * len(plans)
     if folder is None:
-        return CountedJournal(how.progress, total)
+        return CountedJournal(progress, total)
     plays = {name: playing_settings(plan.settings) for name, plan in plans.items()}
     asked = {"weights": weights, "episodes": how.episodes, "plays": plays}
-    return CountedJournal(how.progress, total, folder.unfinished_path, asked, folder.hold)
+    return CountedJournal(progress, total, folder.unfinished_path, asked, folder.hold)
 
 
 def _clear(folder: Path) -> None:
@@ -302,7 +285,9 @@ def _clear(folder: Path) -> None:
         (folder / "trajectories" / f"{name}.jsonl").unlink(missing_ok=True)
 
 
-def _planned(run: AgentConfig, env: str | None, env_config: Mapping[str, Any], how: _How) -> _Plan:
+def _planned(
+    run: AgentConfig, env: str | None, env_config: Mapping[str, Any], how: EvaluationConfig
+) -> _Plan:
     """What is asked for, of a run's own held-out envs or of another."""
     if env is None:
         tags, kinds = run.es_manager.val.env_configs, run.custom_envs
@@ -331,7 +316,7 @@ def _planned(run: AgentConfig, env: str | None, env_config: Mapping[str, Any], h
     return _Plan(envs, sampling, derive_seed(how.seed, "evaluation"), values)
 
 
-def _play(opened: Opened, plan: _Plan, journal: Journal, how: _How) -> list[Trajectory]:
+def _play(opened: Opened, plan: _Plan, journal: Journal, how: EvaluationConfig) -> list[Trajectory]:
     """The episodes of a plan: programs on the run's hosts with a gateway, envs in this process."""
     from shoal.gateway.programs import sessions_of
 
@@ -352,7 +337,7 @@ def _play(opened: Opened, plan: _Plan, journal: Journal, how: _How) -> list[Traj
             toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
             ending.callback(toolbox.close)
             if how.out is not None:
-                toolbox.keep(how.out)
+                toolbox.keep(Path(how.out))
             roles = make_roles(kinds, made.tags, plan.settings["agent_proxy"]["max_turn"])
             collector = TrajectoryCollector(
                 made.pool, made.tags, roles, 1, opened.engine, proxy.prompt, plan.seed,
@@ -414,7 +399,7 @@ def is_ppo_run(model: Path | str) -> bool:
     return holds_policy(folder) or ((folder / "config.yaml").is_file() and command_of(folder) == "train-ppo")
 
 
-def _evaluate_ppo(run: Path, how: _How, video: Path | str | None) -> Evaluation:
+def _evaluate_ppo(run: Path, how: EvaluationConfig, video: Path | str | None) -> Evaluation:
     """Play the policy on single episodes, as the run's own evaluations do."""
     from shoal.train.ppo.ppo import PPO
     from shoal.train.ppo.run import write_video
