@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from tests.rollout.doubles import FakeServer
@@ -32,8 +33,12 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
     assert of_both[0].read_bytes() == of_both[1].read_bytes()
     assert list(read_trajectories(of_both[0])) == found.trajectories
     assert seen == [(played, 6) for played in range(7)]
-    with pytest.raises(ConfigError, match="holds a run already"):
-        record_rollout(config)
+    for wrong, said in (
+        (config, "holds a run already"),
+        (replace(config, run_dir=None), "set run_dir=FOLDER"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            record_rollout(wrong)
 
 
 def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path):
@@ -76,8 +81,6 @@ def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_
 
 
 def test_comparing_finds_what_differs(tmp_path, capsys, monkeypatch):
-    from dataclasses import replace
-
     from shoal.rollout.play import ParallelRolloutManager
 
     collect = ParallelRolloutManager.collect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -70,14 +71,17 @@ def bench(options: BenchOptions) -> int:
     from shoal.testing.speed import measure_backends
 
     refuse_below(options, num_envs=1, seed=0, num_workers=1)
-    found = measure_backends(
-        options.env, env_kwargs=arguments_of(options.settings, options.env_kwargs), wrappers=options.wrappers,
-        num_envs=options.num_envs, num_workers=options.num_workers, backends=options.backends,
-        peers=options.peers, seconds=options.seconds, seed=options.seed,
-    )  # fmt: skip
-    rates = [speed.steps_per_second for speed in found.ways if speed.steps_per_second]
-    if options.run_dir is not None:
-        with RunFolder(options.run_dir, "bench", options.seed) as folder:
+    with contextlib.ExitStack() as ending:
+        folder = None
+        if options.run_dir is not None:
+            folder = ending.enter_context(RunFolder(options.run_dir, "bench", options.seed))
+        found = measure_backends(
+            options.env, env_kwargs=arguments_of(options.settings, options.env_kwargs), wrappers=options.wrappers,
+            num_envs=options.num_envs, num_workers=options.num_workers, backends=options.backends,
+            peers=options.peers, seconds=options.seconds, seed=options.seed,
+        )  # fmt: skip
+        rates = [speed.steps_per_second for speed in found.ways if speed.steps_per_second]
+        if folder is not None:
             folder.finish({**asdict(found), "steps_per_second": max(rates, default=None)})
     if options.json:
         print_json(asdict(found))

@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.checkpoint import list_checkpoints
+from shoal.train.agent.run.records import DEFAULT_FOLDER
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.compare import episodes_digest, first_difference, weights_digest
 
@@ -40,7 +41,7 @@ def prove(trainings: Iterable[tuple[str, AgentConfig]]) -> Iterator[Row]:
     for name, config in trainings:
         with threads(config.engine.threads):
             row, exact = _trained(name, config, may_fail=first is not None)
-        run = Path(str(config.run_dir))
+        run = Path(config.run_dir or DEFAULT_FOLDER)
         if first is None:
             first = run, row
         elif not row.problem and row.digests != first[1].digests:
@@ -52,7 +53,7 @@ def prove(trainings: Iterable[tuple[str, AgentConfig]]) -> Iterator[Row]:
 
 def _trained(name: str, config: AgentConfig, *, may_fail: bool) -> tuple[Row, bool]:
     """What came of a training, and whether its engine is exact to the bit."""
-    run, engine, began = Path(str(config.run_dir)), config.engine, time.monotonic()
+    run, engine, began = Path(config.run_dir or DEFAULT_FOLDER), config.engine, time.monotonic()
     exact = engine.name == "tiny" and engine.device == "cpu" and engine.threads == 1
     try:
         with AgentTrainer(config) as trainer:

@@ -188,6 +188,8 @@ class _Place:
 
 
 def _refuse_taken(config: AgentConfig, iteration: int) -> None:
+    if config.run_dir is None:
+        raise ConfigError("a rollout is recorded in the run_dir of its config, got None: set run_dir=FOLDER")
     for name, given in (("--iteration", iteration), ("seed", config.seed)):
         if not -(2**63) <= given < 2**64:  # before a folder is made that nothing would be in
             raise ConfigError(f"{name} must be in [-2**63, 2**64) to name seeds, got {given}")
