@@ -39,6 +39,12 @@ class GatewayOptions:
     """of the noise with which tokens are picked; and of the weights of `tiny`"""
     device: str | None = None
     """where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given"""
+    idle_hours: float = 24.0
+    """after which a session ends in which nothing was asked"""
+    most_sessions: int = 10_000
+    """held at once; the one that is idle longest ends for a further one"""
+    most_megabytes: int = 1024
+    """of the calls of all sessions in memory, roughly; beyond it those end that are idle longest"""
     out: Path | None = None
     """folder for the record, calls.jsonl; a new one in runs/ if not given"""
     json: bool = False
@@ -55,11 +61,14 @@ examples:
 
 def gateway(options: GatewayOptions) -> int:
     """Serve until interrupted."""
-    from shoal.gateway.server import Gateway, GatewayServer
+    from shoal.gateway.server import Gateway, GatewayServer, Room
     from shoal.samplers.asking import SamplerClient
     from shoal.samplers.registry import close_engine
 
-    refuse_below(options, max_tokens=1)
+    refuse_below(options, max_tokens=1, most_sessions=1, most_megabytes=1)
+    if options.idle_hours <= 0:
+        raise ConfigError(f"--idle-hours must be above 0, got {options.idle_hours}")
+    room = Room(3600 * options.idle_hours, options.most_sessions, options.most_megabytes << 20)
     folder = options.out or new_folder("gateway")
     journal = folder / "calls.jsonl"
     if journal.exists():
@@ -71,6 +80,7 @@ def gateway(options: GatewayOptions) -> int:
         answers = Gateway(
             ending.enter_context(SamplerClient(engine)), engine.tokenizer, max_tokens=options.max_tokens,
             journal=journal, seed=options.seed, model=Path(options.model).name,
+            room=room,
         )  # fmt: skip
         answers.open(options.session)
         server = ending.enter_context(GatewayServer(answers, options.port))

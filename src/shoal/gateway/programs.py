@@ -93,7 +93,7 @@ class OpenSession:
 
 
 def _new(recorded: Recorded) -> str:
-    """The messages of a call that are new: its last turn if it goes on from another call, else all."""
-    if recorded.call.parent is not None or len(recorded.turns) == 1:
-        return recorded.turns[-1][1]
+    """The messages of a call that are new."""
+    if len(recorded.turns) == 1:
+        return recorded.turns[0][1]
     return "\n\n".join(f"{role}: {text}" for role, text in recorded.turns)

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +69,21 @@ WIRES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Room:
+    """How much a gateway keeps of sessions that began by being asked; beyond that those end that are idle longest."""
+
+    idle_seconds: float = 86_400.0
+    """after which a session ends in which nothing was asked"""
+    sessions: int = 10_000
+    bytes: int = 1 << 30
+    """of all their calls in memory, roughly"""
+
+
+EACH = 64
+"""Requests after which it is looked how much there is of all sessions."""
+
+
 class Record:
     """A file of calls; those that come while others are being written are written together.
 
@@ -108,6 +124,7 @@ class Gateway:
         secret: what addresses begin with; drawn if not given.
         model: its name for programs that name none.
         by_asking: whether a session begins when it is first asked, or only by `open`.
+        room: when sessions end that began so; who asks them afterwards is refused, for their record is closed.
     """
 
     def __init__(
@@ -121,12 +138,16 @@ class Gateway:
         secret: str | None = None,
         model: str = "shoal",
         by_asking: bool = True,
+        room: Room = Room(),
     ) -> None:
         self.sampler, self.tokens, self.max_tokens = sampler, Tokens(tokenizer), max_tokens
         self.seed, self.model, self._by_asking = seed, model, by_asking
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
+        self._room, self._requests = room, 0
+        self._asked_at: dict[str, float] = {}  # by session that may end by itself; what is idle longest first
+        self._ended: set[str] = set()
         self.warned = False
         """Whether it was said that a program asks several things at once."""
 
@@ -197,9 +218,35 @@ class Gateway:
 
     def _known(self, name: str) -> Session:
         found = self.sessions.get(name)
-        if found is None and not self._by_asking:
-            raise ClosedError(name)
+        if not self._by_asking:
+            if found is None:
+                raise ClosedError(name)
+            return found
+        if name in self._ended:
+            raise ClosedError(
+                name, ", to make room or after a long silence: take another name for what is new"
+            )
+        self._requests += 1
+        self._asked_at.pop(name, None)
+        self._asked_at[name] = time.monotonic()
+        if found is None or self._requests % EACH == 0:
+            self._make_room(name)
         return found or self.open(name)
+
+    def _make_room(self, asked: str) -> None:
+        """End sessions, those first that are idle longest; never the one that is being asked."""
+        room, now = self._room, time.monotonic()
+        held = sum(session.size for session in self.sessions.values())
+        for name, then in list(self._asked_at.items()):
+            crowded = len(self._asked_at) > room.sessions or held > room.bytes
+            if not crowded and now - then <= room.idle_seconds:
+                break
+            session = self.sessions.get(name)
+            if name != asked and session is not None and session.idle:
+                session.closed = True
+                held -= session.size
+                del self.sessions[name], self._asked_at[name]
+                self._ended.add(name)
 
     def _read(self, wire: Wire, body: bytes) -> ChatRequest:
         try:

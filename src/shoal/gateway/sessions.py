@@ -42,6 +42,8 @@ MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
 SHORT = 1024
 """Characters or tokens of what is tokenized at once: a third of a millisecond at most."""
+MOST_ANSWERS = 64
+"""Answers of a session, the latest, that a client which lost one gets again."""
 MOST_TOOLS = 16
 """Lists of tools for which it is kept how the model is shown them."""
 
@@ -78,7 +80,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str  # of the prompt's tokens
     nth: int  # how often the prompt was asked before
     call: Call
-    turns: Turns  # what the program sent, as text
+    turns: Turns  # what the program sent, as text, beyond what its parent was sent and said
     answer: str  # as a program sends it back
     begun: str = ""  # the part of the answer that the program wrote; its tokens end the prompt
 
@@ -86,8 +88,8 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
 class ClosedError(RefusedError):
     """A call after the end of its session."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"session {name!r} has ended", status=409)
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(f"session {name!r} has ended{why}", status=409)
 
 
 class SpentError(RefusedError):
@@ -206,12 +208,13 @@ class Session:
         self._fixed, self._most = fixed, most_calls
         self._tokens, self._sampler, self._write = tokens, sampler, write
         self._order = asyncio.Lock()  # prompts are made in the order in which they came
-        self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
-        self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
+        self._ends: dict[bytes, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._chats: dict[int, tuple[int, ...]] = {}  # of each call: the path of the noise of its first one
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = self._under_way = 0
+        self.size = 0
+        """Bytes that its record holds in memory, roughly."""
         self.at_once = False
         """Whether a call came while another one was being answered."""
         self.exhausted = asyncio.Event()
@@ -223,6 +226,11 @@ class Session:
         self._unwritten: dict[
             str, tuple[list[Choice], list[int]]
         ] = {}  # by that: answers, and calls to write down
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is being answered, and all answers are on disk."""
+        return not self._under_way and not self._unwritten
 
     @property
     def failed(self) -> EngineError | None:
@@ -271,8 +279,15 @@ class Session:
         digest = hashlib.sha256(body).hexdigest()
         task = self._answers.get(digest) if retried else None
         if task is None or (task.done() and task.exception() is not None):
+            self._forget_answers()
             task = self._answers[digest] = asyncio.ensure_future(self._answer(asked, digest))
         return await asyncio.shield(task)
+
+    def _forget_answers(self) -> None:
+        """Keep the latest answers alone, and all that are under way."""
+        done = [digest for digest, task in self._answers.items() if task.done()]
+        for digest in done[: max(0, len(done) - MOST_ANSWERS)]:
+            del self._answers[digest]
 
     async def _answer(self, asked: ChatRequest, digest: str) -> list[Choice]:
         if digest in self._unwritten:
@@ -396,9 +411,19 @@ class Session:
 
     def _behind(self, ids: tuple[int, ...]) -> int | None:
         """The call with the most tokens of those that these tokens go on from; None if there is none."""
-        ends = ((self._prompts[n] + call.call.response_ids, n) for n, call in enumerate(self.calls))
+        ends = ((self._tokens_of(n), n) for n in range(len(self.calls)))
         found = [(len(end), -n) for end, n in ends if ids[: len(end)] == end and len(end) < len(ids)]
         return -max(found)[1] if found else None
+
+    def _tokens_of(self, number: int) -> tuple[int, ...]:
+        """The tokens of a call: those of its parent, what is new of its prompt, and its answer."""
+        parts: list[tuple[int, ...]] = []
+        at: int | None = number
+        while at is not None:
+            call = self.calls[at].call
+            parts += [call.response_ids, call.new_prompt_ids]
+            at = call.parent
+        return tuple(itertools.chain.from_iterable(reversed(parts)))
 
     async def count(self, asked: ChatRequest) -> int:
         """Tokens of the prompt of a request, which is not answered."""
@@ -411,7 +436,7 @@ class Session:
     def _going_on(self, asked: ChatRequest, form: ChatFormat) -> tuple[tuple[int, ...], int] | None:
         """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""
         turns, turn, tools = asked.turns, asked.chat[-1], form.tools
-        ends = self._ends.get(_stripped(turns[:-1]))
+        ends = self._ends.get(_digest_of_turns(turns[:-1]))
         if not ends:
             return None
         # several end so if they differ in blanks or tokens alone
@@ -426,7 +451,7 @@ class Session:
         except EngineError as error:  # the template writes earlier turns anew
             logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
             return None
-        ids = self._prompts[parent] + said + new
+        ids = self._tokens_of(parent) + new
         self._check_drift(parent, asked, ids, form)
         return ids, parent
 
@@ -445,14 +470,14 @@ class Session:
         if not form.prompter.checks_drift:
             return
         shown = [_messages(turn, form.tools) for turn in asked.chat]
-        ahead = len(asked.turns) - len(shown)  # a system turn that has nothing but tools
         number: int | None = parent
+        at = len(shown) - 2
         while number is not None:  # answers as they were said, whatever a program made of them
             recorded = self.calls[number]
             said = self._tokens.tokenizer.decode(recorded.call.response_ids)
             answer: Message = {"role": "assistant", "content": recorded.begun + said}
-            shown[len(recorded.turns) - ahead] = [answer]
-            number = recorded.call.parent
+            shown[at] = [answer]
+            number, at = recorded.call.parent, at - 2
         form.prompter.check_drift([message for turn in shown for message in turn], prompt)
 
     def _read(self, asked: ChatRequest, tools: ToolChat, done: Sequence[Completion]) -> list[Written]:
@@ -476,18 +501,19 @@ class Session:
         self, asked: ChatRequest, prompt: Prompt, nth: int, done: Completion, text: Written
     ) -> Choice:
         ids, parent, digest = prompt
-        known = 0
-        if parent is not None:
-            known = len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
+        known, turns = (
+            (0, asked.turns) if parent is None else (len(self._tokens_of(parent)), asked.turns[-1:])
+        )
         call = Call(ids[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
         self._answered_at = len(self._spent)
         said = text.sent_back[0]
-        self.calls.append(Recorded(self.name, number, digest, nth, call, asked.turns, said, asked.begun))
-        self._prompts[number] = ids
+        self.size += 8 * (len(call.new_prompt_ids) + 2 * len(done.token_ids))
+        self.size += len(said) + sum(len(words) for _, words in turns)
+        self.calls.append(Recorded(self.name, number, digest, nth, call, turns, said, asked.begun))
         ways = text.sent_back if asked.raw is None else ()  # no chat goes on from what was none
-        for turns in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
-            self._ends.setdefault(turns, []).append(number)
+        for end in dict.fromkeys(_digest_of_turns((*asked.turns, ("assistant", way))) for way in ways):
+            self._ends.setdefault(end, []).append(number)
         return Choice(number, text.text, text.calls, done, ids, len(ids) - known, text.stop, text.pieces)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
@@ -499,16 +525,17 @@ class Session:
         """
         self.closed = True
         unread = {answer.number for answers, _ in self._unwritten.values() for answer in answers}
+        whole = [self._tokens_of(n) for n in range(len(self.calls))]
+        lengths = [len(ids) - len(r.call.response_ids) for ids, r in zip(whole, self.calls, strict=True)]
         order = [recorded for recorded in self.calls if recorded.number not in unread]
         if not in_time or self.at_once:
-            order.sort(key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
+            order.sort(key=lambda r: (lengths[r.number], r.digest, r.nth))
         ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
         found: list[tuple[Recorded, Call]] = []
         for recorded in order:
-            call, prompt = recorded.call, self._prompts[recorded.number]
-            known = prompt[: len(prompt) - len(call.new_prompt_ids)]
-            parent = None if call.parent is None else ends[known]
-            ends.setdefault(prompt + call.response_ids, len(found))
+            call = recorded.call
+            parent = None if call.parent is None else ends[whole[call.parent]]
+            ends.setdefault(whole[recorded.number], len(found))
             found.append((recorded, replace(call, parent=parent)))
         return found
 
@@ -537,6 +564,7 @@ def _sent_back(text: str, calls: Sequence[ToolCall]) -> str:
     return Part("assistant", text, calls=tuple((None, call) for call in calls)).written()
 
 
-def _stripped(turns: Turns) -> Turns:
-    """Turns without the blanks around what the model said, which programs often drop."""
-    return tuple((role, text.strip() if role == "assistant" else text) for role, text in turns)
+def _digest_of_turns(turns: Turns) -> bytes:
+    """Of turns without the blanks around what the model said, which programs often drop."""
+    stripped = [(role, text.strip() if role == "assistant" else text) for role, text in turns]
+    return hashlib.sha256(msgspec.json.encode(stripped)).digest()

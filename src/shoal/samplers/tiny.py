@@ -150,8 +150,9 @@ class TinyNetwork(nn.Module):
 
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
-            start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does, or `[3, B, T]`
-                with the first position and the end of a prefix before it in the row that it continues.
+            start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does, or
+                `[1 + 2 S, B, T]` with the first position and the end of each of the pieces of the row that it goes on
+                from.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
             wanted: `[B, K]` of the `T` tokens: the last layer is computed for these alone.
@@ -159,13 +160,12 @@ class TinyNetwork(nn.Module):
         length = ids.shape[1]
         positions = torch.arange(at, at + length, device=ids.device)
         seen = torch.arange(at + length, device=ids.device)
-        prefix, prefix_end = (start[1], start[2]) if start.ndim == 3 else (None, None)
-        first = start[:, None] if start.ndim == 1 else start[0] if start.ndim == 3 else start
+        first, *spans = start if start.ndim == 3 else (start[:, None] if start.ndim == 1 else start,)
         allowed = (seen[None, None] <= positions[None, :, None]) & (seen[None, None] >= first[:, :, None])
         offset: Tensor | int = 0
-        if prefix is not None and prefix_end is not None:
-            allowed |= (seen[None, None] >= prefix[:, :, None]) & (seen[None, None] < prefix_end[:, :, None])
-            offset = prefix_end - prefix
+        for begin, end in zip(spans[::2], spans[1::2], strict=True):
+            allowed |= (seen[None, None] >= begin[:, :, None]) & (seen[None, None] < end[:, :, None])
+            offset = offset + end - begin
         # a padding query sees itself: no NaN
         allowed = allowed | (seen[None, None] == positions[None, :, None])
         mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)

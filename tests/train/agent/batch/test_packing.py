@@ -7,7 +7,6 @@ from tests.samplers.huggingface.test_huggingface import make_engine
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import (
-    ROW,
     Segment,
     length_of,
     micro_batches,
@@ -122,23 +121,24 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
     segments = share_prefixes(ids, firsts, max_tokens)
     assert sorted(i for segment in segments for i in segment.members) == list(range(len(samples)))
     for segment in segments:
-        assert (segment.prefix > 0) == (len(segment.members) > 1)
-        assert len({ids[i][: segment.prefix] for i in segment.members}) == 1
-        assert all(segment.prefix < firsts[i] for i in segment.members)
-        assert len(segment.members) == 1 or length_of(segment, lengths) <= min(max_tokens, max(ROW, *lengths))
-        assert len(segment.members) == 1 or all(2 * segment.prefix >= lengths[i] for i in segment.members)
+        for last, i, shared in zip(segment.members, segment.members[1:], segment.shared[1:], strict=False):
+            assert ids[i][:shared] == ids[last][:shared]
+            assert lengths[i] <= 2 * shared < 2 * firsts[i]
+        assert segment.shared[0] == 0
+        assert len(segment.shared) == len(segment.members)
+        assert len(segment.members) == 1 or length_of(segment, lengths) <= max_tokens
     plan = plan_rows(ids, firsts, max_tokens, "packed", True)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
     for batching, prefixes in (("padded", True), ("packed", False)):
         rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, prefixes) for row in batch]
-        assert not any(segment.prefix for row in rows for segment in row)
+        assert not any(any(segment.shared) for row in rows for segment in row)
 
 
 def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     prompt = tuple(range(10, 60))
     ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
     segments = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
-    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), 49)]
+    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), (0, 49, 49, 49))]
     assert length_of(segments[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
 
 
@@ -148,9 +148,44 @@ def test_a_prefix_of_less_than_half_of_a_sample_is_not_shared_and_few_tokens_are
     rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
-    assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), 50)
+    assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
     rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
-    assert not any(segment.prefix for row in rows for segment in row)  # 50 of 810 tokens would be saved
+    assert not any(any(segment.shared) for row in rows for segment in row)  # 50 of 810 tokens would be saved
+
+
+def test_prompts_that_begin_alike_share_instructions_and_equal_ones_all_of_it():
+    """Turns of their own: the same instructions, then what is seen, then a question that all end in, and an answer."""
+    begin, ask = tuple(range(100, 140)), (1, 2, 3, 4, 5)
+    ids = [(*begin, *range(seen, seen + 8), *ask, said, 9) for seen in (20, 40, 60) for said in (70, 71, 72)]
+    firsts = [len(begin) + 8 + len(ask)] * len(ids)
+    (segment,) = share_prefixes(ids, firsts, 1000)
+    assert segment.shared == (0, 52, 52, 40, 52, 52, 40, 52, 52)
+    # instructions once, what is seen and the question thrice; its last token and the answer 9 times, as it is trained
+    assert length_of(segment, [len(one) for one in ids]) == 40 + 3 * (8 + 4) + 9 * 3
+
+
+def test_rows_of_shared_samples_are_of_like_length():
+    rng = np.random.default_rng(0)
+    begin = tuple(range(100, 140))
+    ids = [(*begin, *rng.integers(0, 90, 30).tolist()) for _ in range(20)]  # 40 + 20 * 30: more than a row
+    rows = [row for batch in plan_rows(ids, [60] * 20, 8192, "packed", True) for row in batch]
+    sizes = sorted(sum(length_of(segment, [70] * 20) for segment in row) for row in rows)
+    assert len(sizes) == 2
+    assert sum(sizes) <= 2 * 40 + 20 * 30  # less where two happen to go on alike
+    assert sizes[1] - sizes[0] <= 2 * 30
+
+
+def test_a_path_has_at_most_so_many_pieces():
+    """A comb: each sample goes on from the tooth before, a little further than that one."""
+    stem = [*range(100, 400)]
+    ids = [(*stem[: 100 + 10 * i], i, *range(20)) for i in range(9)]
+    firsts = [len(one) - 1 for one in ids]
+    (segment,) = share_prefixes(ids, firsts, 100_000)
+    assert segment.members == tuple(range(9))
+    samples = [Sample(one, np.array([first]), {}) for one, first in zip(ids, firsts, strict=True)]
+    (micro,) = micro_batches(samples, 100_000, 0, "cpu", "packed", prefixes=True)
+    assert micro.starts.shape[0] == 1 + 2 * 3
+    assert segment.shared == (0, 100, 110, 120, 120, 120, 120, 120, 120)
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
@@ -160,6 +195,13 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
+    rng = np.random.default_rng(5)
+    stem = tuple(rng.integers(0, vocabulary, 20).tolist())
+    for depth in (15, 17, 18, 19, 18, 16):  # they leave each other ever later
+        own = tuple(rng.integers(0, vocabulary, 4).tolist())
+        samples.append(
+            Sample(stem[:depth] + own, np.array([depth + 2]), {"advantages": np.ones(1, np.float32)})
+        )
     samples += [
         s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]
     ]  # written twice

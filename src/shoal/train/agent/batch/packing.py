@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,14 +23,17 @@ ROW = 512
 """Tokens of a row of several samples, unless one sample is longer: attention grows with the square of a row."""
 WORTH = 0.75
 """Share of the tokens below which prefixes are shared: rows with them need a mask, which costs time."""
+SPANS = 3
+"""Pieces of a row that a sample may go on from, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Samples, by number, that share their first `prefix` tokens; a sample of its own has no prefix."""
+    """Samples, by number, of which each but the first goes on from tokens of the one before, or of some before that."""
 
     members: tuple[int, ...]
-    prefix: int = 0
+    shared: tuple[int, ...] = (0,)
+    """How many of its first tokens each member has in common with the one before, and leaves out."""
 
 
 Row = list[Segment]
@@ -55,50 +59,74 @@ def plan_rows(
     if batching == "padded":
         by_length = sorted(alone, key=lambda segment: lengths[segment.members[0]])
         return _cut([[segment] for segment in by_length], lengths, max_tokens)
-    segments = share_prefixes(ids, firsts, max_tokens) if prefixes else alone
-    if sum(length_of(segment, lengths) for segment in segments) > WORTH * sum(lengths):
-        segments = alone
-    return _cut(_fill_rows(segments, lengths), lengths, max_tokens)
+    plain = _fill_rows(alone, lengths)
+    if not prefixes or len(ids) < 2:
+        return _cut(plain, lengths, max_tokens)
+    most = min(max_tokens, max(ROW, *lengths))
+    segments = share_prefixes(ids, firsts, most)
+    shared = _fill_rows(segments, lengths)
+    if len(shared) > 1:  # as many rows, of like length
+        joined = [s for s in segments if len(s.members) > 1]
+        own = [lengths[i] - n for s in joined for i, n in zip(s.members[1:], s.shared[1:], strict=True)]
+        even = -(-_tokens(shared, lengths) // len(shared)) + max(own, default=0)
+        segments = share_prefixes(ids, firsts, min(most, even))
+        shared = min(shared, _fill_rows(segments, lengths), key=partial(_padded, lengths))
+    return _cut(shared if _tokens(shared, lengths) <= WORTH * sum(lengths) else plain, lengths, max_tokens)
 
 
-def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Segment]:
-    """Pieces of neighbours in the order of the tokens that have half of their tokens in common, or more."""
-    lengths = [len(sample) for sample in ids]
-    most = min(max_tokens, max(ROW, *lengths)) if lengths else 0
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: int) -> list[Segment]:
+    """Neighbours in the order of the tokens that go on from each other, at most so many tokens together.
+
+    A sample shares half of its tokens or more, none from the one before its first trained one on: what that token
+    predicts must stand behind it in the row.
+    """
     segments: list[Segment] = []
+    spans: list[
+        int
+    ] = []  # where the path to the last sample leaves what stands before it, in tokens of the sample
+    length = 0
+    last: Sequence[int] = ()
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
-        if segments:
-            last = segments[-1]
-            joined = Segment((*last.members, i), _prefix(last, i, ids, firsts))
-            half = 2 * joined.prefix >= max(lengths[member] for member in joined.members)
-            if joined.prefix and half and length_of(joined, lengths) <= most:
-                segments[-1] = joined
-                continue
-        segments.append(Segment((i,)))
+        own = ids[i]
+        common = _common(last, own, firsts[i] - 1)
+        path = [place for place in spans if place < common] + [common]
+        if len(path) > SPANS:
+            common, path = path[SPANS - 1], path[:SPANS]
+        if segments and common and 2 * common >= len(own) and length + len(own) - common <= most:
+            segments[-1] = Segment((*segments[-1].members, i), (*segments[-1].shared, common))
+            length += len(own) - common
+        else:
+            segments.append(Segment((i,)))
+            path, length = [], len(own)
+        spans, last = path, own
     return segments
 
 
 def length_of(segment: Segment, lengths: Sequence[int]) -> int:
     """Tokens that go through the network for a segment.
 
-    >>> length_of(Segment((0, 2), prefix=3), [5, 9, 4])
+    >>> length_of(Segment((0, 2), (0, 3)), [5, 9, 4])
     6
     """
-    return segment.prefix + sum(lengths[i] - segment.prefix for i in segment.members)
+    return sum(lengths[i] for i in segment.members) - sum(segment.shared)
 
 
-def _prefix(segment: Segment, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
-    """How many tokens `i` has in common with a segment, up to the token before its first trained one.
-
-    That token stands in the branch itself, because what it predicts must stand behind it in the row.
-    """
-    first = segment.members[0]
-    known = segment.prefix if len(segment.members) > 1 else firsts[first] - 1
-    limit = max(0, min(known, firsts[i] - 1))
-    ours, theirs = ids[i], ids[first]
-    if ours[:limit] == theirs[:limit]:
+def _common(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """How many tokens, `limit` at most, two samples begin with alike."""
+    limit = max(0, min(limit, len(one)))
+    if one[:limit] == other[:limit]:
         return limit
-    return next(place for place in range(limit) if ours[place] != theirs[place])
+    return next(place for place in range(limit) if one[place] != other[place])
+
+
+def _tokens(rows: Sequence[Row], lengths: Sequence[int]) -> int:
+    """Tokens of rows without their padding."""
+    return sum(length_of(segment, lengths) for row in rows for segment in row)
+
+
+def _padded(lengths: Sequence[int], rows: Sequence[Row]) -> int:
+    """Tokens of rows that are padded to one length."""
+    return len(rows) * max(_tokens([row], lengths) for row in rows)
 
 
 def _fill_rows(segments: Sequence[Segment], lengths: Sequence[int]) -> list[Row]:
@@ -145,8 +173,9 @@ class MicroBatch:
     samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
     starts: Tensor | None = None
-    """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
-    where the branch of each token starts, and the first place and end of the prefix that it continues (equal: none)."""
+    """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes
+    `[1 + 2 S, B, T]`: where the branch of each token starts, and the first place and end of each of the up to S pieces
+    of the row that it goes on from (equal: none)."""
     inputs: Mapping[str, Tensor] | None = None
     """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
     of one row) and what it knows of images."""
@@ -208,35 +237,37 @@ def token_values(
 
 
 def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
-    """Lay segments out behind each other in their rows: prefixes, and behind each its branches."""
+    """Lay segments out behind each other in their rows; what a member shares stands with those before it."""
     sizes = [len(sample.ids) for sample in samples]
-    lengths = [sum(length_of(segment, sizes) for segment in row) for row in rows]
+    lengths = [_tokens([row], sizes) for row in rows]
     ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
     starts = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
-    prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
+    pieces = np.zeros((SPANS, 2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
     members: list[Sample] = []
     for place, row in enumerate(rows):
         end = 0
         for segment in row:
-            prefix, first = end, end + segment.prefix
-            ids[place, prefix:first] = samples[segment.members[0]].ids[: segment.prefix]
-            starts[place, prefix:first] = prefix
-            end = first
-            for sample in (samples[i] for i in segment.members):
-                first, end = end, end + len(sample.ids) - segment.prefix
-                ids[place, first:end] = sample.ids[segment.prefix :]
+            path: list[tuple[int, int]] = []  # the pieces of the row that hold the sample before
+            for number, common in zip(segment.members, segment.shared, strict=True):
+                sample = samples[number]
+                path = _first_tokens(path, common)
+                first, end = end, end + len(sample.ids) - common
+                ids[place, first:end] = sample.ids[common:]
                 starts[place, first:end] = first
-                prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + segment.prefix
-                where[place, first - segment.prefix + sample.trained] = True
+                for span, (begin, stop) in zip(pieces, path, strict=False):
+                    span[0, place, first:end], span[1, place, first:end] = begin, stop
+                where[place, first - common + sample.trained] = True
                 members.append(sample)
+                path = [*path, (first, end)]
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
     }
     tokens = [len(sample.trained) for sample in members]
-    if (prefixes[1] > prefixes[0]).any():
-        starts = np.concatenate([starts[None], prefixes])
+    used = int((pieces[:, 1] > pieces[:, 0]).any((1, 2)).sum())
+    if used:
+        starts = np.concatenate([starts[None], *pieces[:used]])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         lengths=torch.tensor(lengths, device=device),
@@ -247,6 +278,17 @@ def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> 
         starts=torch.from_numpy(starts).to(device) if len(members) > len(rows) else None,
         inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
     )
+
+
+def _first_tokens(path: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The pieces of a row that hold the first tokens of a path."""
+    found: list[tuple[int, int]] = []
+    for begin, end in path:
+        if count <= 0:
+            break
+        found.append((begin, min(end, begin + count)))
+        count -= end - begin
+    return found
 
 
 def _inputs(rows: list[Row], samples: Sequence[Sample], width: int, device: str) -> dict[str, Tensor]:

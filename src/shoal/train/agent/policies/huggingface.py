@@ -167,12 +167,16 @@ def _reads(
     starts = torch.zeros_like(ids) if starts is None else starts
     if starts.ndim == 2 and inputs is None:
         return {"input_ids": ids[:, :-1], "position_ids": places - starts[:, :-1]}
-    first, prefix, end = (starts if starts.ndim == 3 else starts.expand(3, *starts.shape))[:, :, :-1, None]
-    seen = (places <= places[:, None]) & (places >= first) | (places >= prefix) & (places < end)
+    first, *spans = (starts if starts.ndim == 3 else starts[None])[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first)
+    before = torch.zeros_like(first)
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
+        seen |= (places >= begin) & (places < end)
+        before += end - begin
     mask = seen[:, None]
     if implementation not in ("sdpa", INVARIANT):  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    positions = places - (first - (end - prefix))[..., 0]
+    positions = places - (first - before)[..., 0]
     if inputs is not None:
         positions = inputs["position_ids"][..., :-1]
     return {"input_ids": ids[:, :-1], "position_ids": positions, "attention_mask": mask}

@@ -57,8 +57,8 @@ class Policy(ABC):
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
             starts: `[B, T]` where the sample of each token starts, if rows hold several: attention stays within them,
-                and positions start anew. `[3, B, T]` with the first place and the end of the shared prefix before it in
-                the row that it continues, see `shoal.train.agent.batch.packing.MicroBatch`.
+                and positions start anew. `[1 + 2 S, B, T]` with the first place and the end of each of the pieces of
+                the row that it goes on from, see `shoal.train.agent.batch.packing.MicroBatch`.
         """
 
     @abstractmethod
