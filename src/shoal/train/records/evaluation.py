@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_trajectories
@@ -40,10 +40,7 @@ from shoal.train.agent.run.metrics import program_metrics, success_by_kind
 from shoal.train.agent.run.playing import whole_episodes
 from shoal.train.ppo.checkpoint import checkpoint_named, checkpoint_step, holds_policy, load_run
 from shoal.train.records.config import EvaluationConfig
-from shoal.train.records.models import LOCAL, SERVER, brings_prompts, is_server, open_model
-
-if TYPE_CHECKING:
-    from shoal.train.records.models import Opened
+from shoal.train.records.models import LOCAL, SERVER, Opened, brings_prompts, is_server, open_model
 
 PANELS: dict[str, dict[str, dict[str, Any]]] = {
     "core": {
