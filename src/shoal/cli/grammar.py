@@ -279,7 +279,8 @@ def episodes_played(
                 kept = f"{count_of(played, 'episode')} of {folder} were played before and are kept"
                 print(kept, file=sys.stderr, flush=True)
             progress.what = f"playing, {played} of {total} episodes"
-            progress.at(played / total, f"{played}/{total} episodes")
+            if played:
+                progress.at(played / total, f"{played}/{total} episodes")
 
         yield told
 
