@@ -39,7 +39,7 @@ from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.settings import Backend, ParallelConfig, check_jobs, rollout_config
 from shoal.rollout.tools.mcp import ToolsFailedError
-from shoal.rollout.tools.toolbox import Toolbox
+from shoal.rollout.tools.toolbox import Toolbox, TurnId
 from shoal.samplers.asking import SamplerClient, run_here
 from shoal.samplers.sampler import ChatTokenizer, Request, Sampler, Sampling
 
@@ -266,13 +266,16 @@ class Driver:
                 event = await host.tell(reply)
         finally:
             self._sampler.playing -= 1
+            if self._toolbox is not None:
+                self._toolbox.end(_turn_id(job.assignment, version, 0))
         self._end(job, event)
 
     async def _use(self, assignment: Assignment, event: Use, version: int) -> Reply:
         """What came of calls of tools."""
         assert self._toolbox is not None, "there are no tools"
-        tag, place = assignment.tag, assignment.place
-        where = tag, place.iteration, place.group, place.member, place.env_seed, version, event.turn
+        where = _turn_id(assignment, version, event.turn)
+        if event.first:  # maybe of another attempt
+            self._toolbox.end(where)
         try:
             return Used(event.slot, await self._toolbox.use(event.calls, where))
         except ToolsFailedError as error:
@@ -289,6 +292,12 @@ class Driver:
         self._left -= 1
         if not self._left:
             self._over.set_result(None)
+
+
+def _turn_id(assignment: Assignment, version: int, turn: int) -> TurnId:
+    """A turn as the record of tools names it."""
+    place = assignment.place
+    return assignment.tag, place.iteration, place.group, place.member, place.env_seed, version, turn
 
 
 def _not_here(error: HostsFailedError) -> WorkerError:

@@ -2,7 +2,11 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Literal
+
+import gymnasium
+from gymnasium.spaces import Discrete, Text
 
 
 def add(a: int, b: int = 1) -> int:
@@ -36,3 +40,23 @@ async def block() -> str:
     """Sleep without letting go of the loop."""
     time.sleep(3)
     return "late"
+
+
+class Breaks(gymnasium.Env):
+    """Raises in its first step ever, of which a file tells; ends in the next one."""
+
+    observation_space, action_space = Text(9), Discrete(2)
+    action_names = ("left", "right")
+
+    def __init__(self, file):
+        self.file = Path(file)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action):
+        if not self.file.exists():
+            self.file.touch()
+            raise RuntimeError("broken")
+        return "gone", 1.0, True, False, {}

@@ -6,8 +6,11 @@ import os
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
-from mcp_types import (
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # mcp 1
+    MCPServer = None
+from mcp.types import (
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
@@ -17,7 +20,13 @@ from mcp_types import (
     TextResourceContents,
 )
 
-app = MCPServer("test")
+PORT = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 8000
+if MCPServer is None:
+    from mcp.server.fastmcp import FastMCP
+
+    app = FastMCP("test", port=PORT)
+else:
+    app = MCPServer("test")
 
 
 @app.tool()
@@ -61,6 +70,16 @@ async def freeze() -> str:
     return "late"
 
 
+said = []
+
+
+@app.tool()
+def remember(word: str) -> str:
+    """Remember a word; all of those that this process has."""
+    said.append(word)
+    return " ".join(said)
+
+
 @app.tool()
 def nonsense() -> str:
     """Print what is no message, then answer."""
@@ -79,16 +98,23 @@ def shows(kind: str) -> CallToolResult:
     }
     content = {
         "a text within": [
-            EmbeddedResource(resource=TextResourceContents(uri="file:///a.txt", text="inside"))
+            EmbeddedResource(
+                type="resource", resource=TextResourceContents(uri="file:///a.txt", text="inside")
+            )
         ],
-        "bytes within": [EmbeddedResource(resource=BlobResourceContents(uri="file:///a.bin", blob="AAAA"))],
-        "a link": [ResourceLink(uri="file:///b.txt", name="notes")],
-        "a picture": [ImageContent(data="AAAA", mime_type="image/png"), TextContent(text="see")],
+        "bytes within": [
+            EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///a.bin", blob="AAAA"))
+        ],
+        "a link": [ResourceLink(type="resource_link", uri="file:///b.txt", name="notes")],
+        "a picture": [
+            ImageContent(type="image", data="AAAA", mimeType="image/png"),
+            TextContent(type="text", text="see"),
+        ],
     }
     if kind in content:
         return CallToolResult(content=content[kind])
-    texts = [TextContent(text=text[kind])] if kind in text else []
-    return CallToolResult(content=texts, structured_content=data, is_error=kind == "error")
+    texts = [TextContent(type="text", text=text[kind])] if kind in text else []
+    return CallToolResult(content=texts, structuredContent=data, isError=kind == "error")
 
 
 @app.tool()
@@ -101,6 +127,6 @@ if __name__ == "__main__":
     if "mute" in sys.argv:
         time.sleep(60)
     if len(sys.argv) > 1:
-        app.run("streamable-http", port=int(sys.argv[1]))
+        app.run("streamable-http", **({"port": PORT} if MCPServer else {}))
     else:
         app.run("stdio")

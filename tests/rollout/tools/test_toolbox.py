@@ -101,6 +101,8 @@ def test_two_tools_of_one_name_and_settings_that_cannot_be_are_refused():
         ([functions.add, functions.add], "two tools named 'add'"),
         ([{"function": "x:y", "recorded": "z"}], "one of function, mcp and recorded"),
         ([{"mcp": {"command": ["a"], "url": "b"}}], "not both"),
+        ([{"mcp": {"command": ["a"], "headers": {"a": "b"}}}], "mcp.variables"),
+        ([{"mcp": {"url": "b", "start_seconds": 0}}], "start_seconds"),
         (["nothing"], "module:Name"),
         (["no_such_module:f"], "cannot import the tool 'no_such_module:f'"),
         ([functools.partial(functions.add, 1)], "a function with a name"),
@@ -201,6 +203,69 @@ def test_a_server_that_dies_in_each_try_fails_the_episode_which_is_counted(box):
     assert "ended in a call of die, twice" in episode.error
 
 
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_each_episode_has_a_server_of_its_own_from_its_first_call_to_its_end(backend):
+    pytest.importorskip("mcp")
+    names = {}
+
+    def answer(text, key):
+        name = names.setdefault(key.path[:-1], f"e{len(names)}")
+        return said("remember", word=name) if key.path[-1] < 2 else "<action>left</action>"
+
+    mcp = {"command": ["{python}", SERVER], "names": ["remember"], "scope": "episode"}
+    for _ in range(2):
+        names.clear()
+        episodes = play(config([{"mcp": mcp, "timeout": 30}]), ScriptedEngine(answer), backend)
+        found = [[turn.tools[0].result for turn in episode.turns[:2]] for episode in episodes]
+        assert sorted(found) == [[f"e{n}", f"e{n} e{n}"] for n in range(4)]
+    assert not servers()
+
+
+def test_a_server_of_an_episode_that_is_played_once_more_begins_anew(tmp_path):
+    pytest.importorskip("mcp")
+    engine = scripted(said("remember", word="x"), said("remember", word="y"), "<action>left</action>")
+    mcp = {"command": ["{python}", SERVER], "scope": "episode"}
+    settings = config([{"mcp": mcp, "timeout": 30}], groups=1, members=1)
+    breaks = {"env_type": f"{MODULE}:Breaks", "env_config": {"file": str(tmp_path / "broke")}}
+    settings["custom_envs"]["Lake"] |= breaks
+    [episode] = play(settings, engine)
+    assert (tmp_path / "broke").exists(), "its first attempt ended in an error of the env"
+    assert [turn.tools[0].result for turn in episode.turns[:2]] == ["x", "x y"]
+    assert not servers()
+
+
+def test_headers_are_those_of_each_request_to_an_address():
+    pytest.importorskip("mcp")
+    import http.server
+    import threading
+
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(self.headers["authorization"])
+            self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/mcp"
+        with pytest.raises(ToolsFailedError, match="cannot be reached"):
+            Toolbox([{"mcp": {"url": url, "headers": {"Authorization": "Bearer abc"}}}])
+        server.shutdown()
+    assert set(seen) == {"Bearer abc"}
+
+
+def test_a_server_that_says_nothing_is_waited_for_as_long_as_is_set():
+    pytest.importorskip("mcp")
+    mute = {"command": ["{python}", SERVER, "mute"], "start_seconds": 0.5}
+    with pytest.raises(ToolsFailedError, match=r"did not answer within 0.5 s \(mcp.start_seconds\)"):
+        Toolbox([{"mcp": mute}])
+    assert not [one for one in servers() if "mute" in one.cmdline()]
+
+
 def test_servers_that_do_not_start_are_named_with_their_last_words():
     pytest.importorskip("mcp")
     before = servers()
@@ -231,13 +296,14 @@ def test_a_server_at_an_address_is_called_over_http_without_the_proxy_of_the_env
                     break
             time.sleep(0.1)
         with Toolbox(
-            [{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "names": ["double"]}, "timeout": 20}]
+            [{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "names": ["double"]}, "timeout": 5}]
         ) as there:
             assert list(there.tools) == ["double"]
             assert use(there, ("double", {"number": 4}))[0].result == "8"
             server.kill()
             server.wait()
             with pytest.raises(ToolsFailedError, match="cannot be reached"):
+                use(there, ("double", {"number": 4}))  # with mcp 1 the first call waits in vain
                 use(there, ("double", {"number": 4}))
     finally:
         server.kill()

@@ -121,6 +121,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True, tag="use"):
     slot: int
     turn: int
     calls: tuple[ToolCall, ...]
+    first: bool  # of this attempt at the episode
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
@@ -210,6 +211,7 @@ def _turns(
     slot: int, episode: Episode, prompter: Prompter
 ) -> Generator[Ask | Use | Step, Any, Refused | None]:
     """Turn after turn, up to the end of the episode, or to a refusal."""
+    first = True
     while not episode.over:
         reply: Reply = yield Ask(slot, *episode.question())
         if isinstance(reply, Refused):
@@ -220,7 +222,9 @@ def _turns(
                 break
         if episode.calls and prompter.tools is not None:
             uses, left = run_functions(prompter.tools.tools, episode.calls)
-            reply = (yield Use(slot, episode.turn, left)) if left else Used(slot, ())
+            reply = Used(slot, ())
+            if left:
+                reply, first = (yield Use(slot, episode.turn, left, first)), False
             if isinstance(reply, Refused):
                 return reply
             assert isinstance(reply, Used)

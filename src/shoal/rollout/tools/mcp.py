@@ -1,7 +1,8 @@
 """MCP servers as tools: a process that speaks over its pipes, or an address (streamable HTTP).
 
-All of it runs in one event loop. A server that dies, or hangs so that it does not even list its tools, is ended with
-all that it started, and begins anew for the next call; a call in which a server died is made once more.
+Versions 1 and 2 of the package `mcp` are used alike. All of it runs in one event loop. A server that dies, or hangs so
+that it does not even list its tools, is ended with all that it started, and begins anew for the next call; a call in
+which a server died is made once more.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from shoal.core.configuration import check_settings
 from shoal.core.errors import ConfigError, EnvError, format_error, needs_extra
 from shoal.core.ports import is_this_machine
 
-START_SECONDS = 30.0
-"""Within which a server must be there."""
+LIST_SECONDS = 30.0
+"""Within which a server must list its tools."""
 READ_SECONDS = 300.0
 """Within which the next part of an answer of a server of this machine must come, as with the package of MCP."""
 STOP_SECONDS = 10.0
@@ -42,10 +44,20 @@ class McpConfig:
     """Where the command runs; the current folder if not given."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the command, beside those of shoal."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of each request to a url, such as `Authorization`."""
     names: tuple[str, ...] = ()
     """Which of its tools the model may call; all if empty."""
+    scope: Literal["run", "episode"] = "run"
+    """`run`: one server for all episodes, which share its state. `episode`: each has a server (of a url: a session) of
+    its own, from its first call to its end."""
+    start_seconds: float = 30.0
+    """Within which a server must be there; more for commands that download first, as npx and uvx do."""
 
     def __post_init__(self) -> None:
+        check_settings(self, ["start_seconds"])
+        if self.headers and not self.url:
+            raise ConfigError("mcp.headers are those of a url: give a command its secrets by mcp.variables")
         if bool(self.command) == bool(self.url):
             raise ConfigError("mcp needs a command (a list of words) or a url, and not both")
 
@@ -66,7 +78,7 @@ class McpServer:
 
     def __init__(self, config: McpConfig) -> None:
         with needs_extra("MCP servers as tools", "tools"):
-            from mcp import Client  # noqa: F401
+            from mcp import ClientSession  # noqa: F401
         self.config = config
         self._lock = asyncio.Lock()
         self._client: Any = None
@@ -75,20 +87,22 @@ class McpServer:
         self._said: Any = None  # the file of its standard error
         self._trouble = ""  # why there is no connection
 
-    async def tools(self) -> list[Any]:
-        """The tools that it lists, under `names` if given.
+    async def tools(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Name, description and JSON schema of the tools that it lists, under `names` if given.
 
         Raises:
             ToolsFailedError: it does not start, or does not answer.
             ConfigError: it has no tool of that name.
         """
         client, _ = await self._connected()
+        from mcp.types import PaginatedRequestParams
+
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(LIST_SECONDS):
                 page = await client.list_tools()
                 listed = list(page.tools)
-                while page.next_cursor and len(listed) < 1000:
-                    page = await client.list_tools(cursor=page.next_cursor)
+                while (cursor := _of(page, "nextCursor")) and len(listed) < 1000:
+                    page = await client.list_tools(params=PaginatedRequestParams(cursor=cursor))
                     listed += page.tools
         except Exception as error:
             raise ToolsFailedError(
@@ -99,7 +113,11 @@ class McpServer:
             raise ConfigError(
                 f"MCP server {self.config} has no tool {missing[0]!r}; it has {', '.join(known)}"
             )
-        return [tool for tool in listed if not names or tool.name in names]
+        return [
+            (tool.name, tool.description or "", _of(tool, "inputSchema"))
+            for tool in listed
+            if not names or tool.name in names
+        ]
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, bool]:
         """The text of a tool's result, and whether that is an error.
@@ -138,16 +156,21 @@ class McpServer:
         """The client, of a new connection if there is none."""
         async with self._lock:
             if self._task is None or self._task.done():
+                seconds = self.config.start_seconds
                 connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._end = asyncio.Event()
                 self._task = asyncio.create_task(self._hold(connected.set_result, self._end))
                 await asyncio.wait(
-                    {connected, self._task}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    {connected, self._task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not connected.done():
                     late = not self._task.done()
                     await self._stop(self._task)
-                    why = f"did not answer within {START_SECONDS:g} s" if late else "cannot be reached"
+                    why = (
+                        f"did not answer within {seconds:g} s (mcp.start_seconds)"
+                        if late
+                        else "cannot be reached"
+                    )
                     trouble = "" if late else f": {self._trouble}"  # else it is that of being stopped
                     raise ToolsFailedError(f"MCP server {self.config} {why}{self._last_words() or trouble}")
                 self._client = connected.result()
@@ -155,14 +178,13 @@ class McpServer:
 
     async def _hold(self, connected: Callable[[Any], None], end: asyncio.Event) -> None:
         """Connect, and stay connected until the end; trouble ends this task."""
-        import httpx2
-        from mcp import Client, StdioServerParameters
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client import streamable_http as http
         from mcp.client.stdio import stdio_client
-        from mcp.client.streamable_http import streamable_http_client
 
         config = self.config
+        server: Any
         try:
-            server: Any = config.url
             if config.command:
                 self._said = self._said or tempfile.TemporaryFile("w+")  # noqa: SIM115  # its last words are read later
                 command, *words = (sys.executable if word == "{python}" else word for word in config.command)
@@ -172,14 +194,20 @@ class McpServer:
                     self._said,
                 )
             async with contextlib.AsyncExitStack() as ending:
-                if config.url and is_this_machine(urlsplit(config.url).hostname or ""):
-                    limits = httpx2.Timeout(START_SECONDS, read=READ_SECONDS)
-                    direct = httpx2.AsyncClient(
-                        trust_env=False, timeout=limits
-                    )  # no proxy of the environment
-                    await ending.enter_async_context(direct)
-                    server = streamable_http_client(config.url, http_client=direct)
-                connected(await ending.enter_async_context(Client(server, cache=None)))
+                if config.url:
+                    library: Any = getattr(http, "httpx2", None) or http.httpx  # of mcp 2, of mcp 1
+                    client = library.AsyncClient(
+                        trust_env=not is_this_machine(urlsplit(config.url).hostname or ""),  # else no proxy
+                        timeout=library.Timeout(config.start_seconds, read=READ_SECONDS),
+                        headers=config.headers,
+                        follow_redirects=True,
+                    )
+                    await ending.enter_async_context(client)
+                    server = http.streamable_http_client(config.url, http_client=client)
+                read, write, *_ = await ending.enter_async_context(server)
+                session = await ending.enter_async_context(ClientSession(read, write))
+                await session.initialize()
+                connected(session)
                 await end.wait()
         except (Exception, asyncio.CancelledError) as error:
             inside: BaseException = error
@@ -216,21 +244,31 @@ class McpServer:
 
 def _is_end(error: BaseException) -> bool:
     """Whether a call failed since there is no connection any more."""
-    from mcp_types import CONNECTION_CLOSED
+    from mcp.types import CONNECTION_CLOSED
 
     code = getattr(getattr(error, "error", error), "code", None)
-    return code == CONNECTION_CLOSED or type(error).__module__.partition(".")[0] in ("anyio", "httpx2")
+    return code == CONNECTION_CLOSED or type(error).__module__.partition(".")[0] in (
+        "anyio",
+        "httpx",
+        "httpx2",
+    )
+
+
+def _of(found: Any, name: str) -> Any:
+    """A field as MCP names it, of mcp 1, or in Python's spelling, of mcp 2."""
+    own = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return getattr(found, own) if hasattr(found, own) else getattr(found, name)
 
 
 def _text(result: Any) -> tuple[str, bool]:
     """What a result says, with its structured data as JSON behind texts that do not hold it; and whether it failed."""
-    parts, data = list(map(_part, result.content)), result.structured_content
+    parts, data = list(map(_part, result.content)), _of(result, "structuredContent")
     texts = [
         text for text, part in zip(parts, result.content, strict=True) if part.type in ("text", "resource")
     ]
     if data is not None and not _holds(texts, data):
         parts.append(json.dumps(data, ensure_ascii=False))
-    return "\n".join(parts), bool(result.is_error)
+    return "\n".join(parts), bool(_of(result, "isError"))
 
 
 def _part(part: Any) -> str:

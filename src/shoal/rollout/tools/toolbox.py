@@ -32,7 +32,7 @@ FILE = "tools.json"
 """Of a run folder: what the model was told of its tools."""
 RECORD = "tool_uses.jsonl"
 """Of a run folder: what they answered, in all episodes."""
-_TurnId = tuple[str, int, int, int, int, int, int]
+TurnId = tuple[str, int, int, int, int, int, int]
 """Env, iteration, group, member, env seed, version of the weights, and turn."""
 
 
@@ -77,7 +77,8 @@ class Toolbox(Closing):
         self.tools: dict[str, Tool] = {}
         self._started: list[McpServer] = []
         self._servers: dict[str, McpServer] = {}  # by the names of their tools
-        self._answers: dict[_TurnId, tuple[ToolUse, ...]] | None = None
+        self._of_episodes: dict[tuple[Any, ...], dict[McpServer, McpServer]] = {}  # in the place of those
+        self._answers: dict[TurnId, tuple[ToolUse, ...]] | None = None
         self._record: Path | None = None
         self._loop = Loop("shoal-tools") if items else None
         try:
@@ -111,11 +112,8 @@ class Toolbox(Closing):
         server = McpServer(config.mcp)
         self._started.append(server)
         listed = self._loop.run(server.tools())
-        self._servers |= {tool.name: server for tool in listed}
-        return [
-            Tool(tool.name, tool.description or "", tool.input_schema, config.timeout, config.max_chars)
-            for tool in listed
-        ]
+        self._servers |= dict.fromkeys((name for name, _, _ in listed), server)
+        return [Tool(name, text, schema, config.timeout, config.max_chars) for name, text, schema in listed]
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
         """How a model with this tokenizer is shown these tools; None where there are none."""
@@ -143,7 +141,7 @@ class Toolbox(Closing):
                 append_line(self._record, msgspec.json.encode(answered) + b"\n")
 
     # --- calls
-    async def use(self, calls: Sequence[ToolCall], place: _TurnId) -> tuple[ToolUse, ...]:
+    async def use(self, calls: Sequence[ToolCall], place: TurnId) -> tuple[ToolUse, ...]:
         """What came of the calls that hosts do not make, all at once, in their order; from any event loop.
 
         Raises:
@@ -151,11 +149,33 @@ class Toolbox(Closing):
         """
         if self._answers is not None:
             return _recorded(self._answers.get(place, ()), calls, place)
-        return tuple(await asyncio.gather(*(self._use(call) for call in calls)))
+        return tuple(await asyncio.gather(*(self._use(call, place) for call in calls)))
 
-    async def _use(self, call: ToolCall) -> ToolUse:
+    def end(self, place: TurnId) -> None:
+        """End the servers that an episode had for itself, in the background."""
+        for server in self._of_episodes.pop(_episode(place), {}).values():
+            if self._loop is not None:
+                self._loop.submit(self._stop(server))
+
+    async def _stop(self, server: McpServer) -> None:
+        with contextlib.suppress(Exception):
+            await server.stop()
+        self._started.remove(server)
+
+    def _server(self, name: str, place: TurnId) -> McpServer | None:
+        """The server that a tool is of, for this episode; None of a function."""
+        server = self._servers.get(name)
+        if server is None or server.config.scope == "run":
+            return server
+        own = self._of_episodes.setdefault(_episode(place), {})
+        if server not in own:
+            own[server] = McpServer(server.config)
+            self._started.append(own[server])
+        return own[server]
+
+    async def _use(self, call: ToolCall, place: TurnId) -> ToolUse:
         assert self._loop is not None
-        tool, server = self.tools[call.name], self._servers.get(call.name)
+        tool, server = self.tools[call.name], self._server(call.name, place)
         if server is None:
             running = self._loop.submit(_called(tool, call))
             await asyncio.wait([asyncio.wrap_future(running)], timeout=tool.timeout)
@@ -171,10 +191,15 @@ class Toolbox(Closing):
         """End the servers and the event loop; may be called twice."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            for server in self._started:
+            for server in list(self._started):
                 with contextlib.suppress(Exception):
                     loop.run(server.stop(), 3 * STOP_SECONDS)
             loop.close()
+
+
+def _episode(place: TurnId) -> tuple[Any, ...]:
+    """The episode of a turn, whatever version of the weights plays it."""
+    return place[:5]
 
 
 async def _called(tool: Tool, call: ToolCall) -> str:
@@ -199,13 +224,13 @@ def recorded_tools(run: Path) -> list[Tool]:
         raise DataError(f"{run / FILE} does not describe tools: {error}") from error
 
 
-def _answers_of(run: Path) -> dict[_TurnId, tuple[ToolUse, ...]]:
+def _answers_of(run: Path) -> dict[TurnId, tuple[ToolUse, ...]]:
     if not (run / RECORD).exists():
         raise ConfigError(f"recorded: {run} has no {RECORD}: no tool was called in it")
-    return dict(whole_lines(run / RECORD, tuple[_TurnId, tuple[ToolUse, ...]]))
+    return dict(whole_lines(run / RECORD, tuple[TurnId, tuple[ToolUse, ...]]))
 
 
-def _recorded(uses: Sequence[ToolUse], calls: Sequence[ToolCall], place: _TurnId) -> tuple[ToolUse, ...]:
+def _recorded(uses: Sequence[ToolUse], calls: Sequence[ToolCall], place: TurnId) -> tuple[ToolUse, ...]:
     """The recorded results of these calls, which are in the order of the recorded ones."""
     left, found = iter(uses), list[ToolUse]()
     for call in calls:
