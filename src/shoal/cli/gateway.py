@@ -57,6 +57,7 @@ examples:
   shoal gateway runs/demo --port 8000 --out calls
   OPENAI_BASE_URL=ADDRESS OPENAI_API_KEY=none python agent.py
 """
+WANTED = ("--port", "--session", "--max-tokens", "--checkpoint", "--device", "--out", "--json")
 
 
 def gateway(options: GatewayOptions) -> int:
@@ -113,4 +114,4 @@ def _engine(options: GatewayOptions) -> Any:
     ).engine
 
 
-COMMAND = Command(GatewayOptions, gateway, MORE)
+COMMAND = Command(GatewayOptions, gateway, MORE, WANTED)
