@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.train.ppo.ppo import PPO as PPO
     from shoal.train.ppo.sb3 import load_sb3_policy as load_sb3_policy
     from shoal.train.ppo.trainer import PPOTrainer as PPOTrainer
+    from shoal.train.records.evaluation import evaluate as evaluate
     from shoal.vector.faces.container import (
         MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer,
     )
@@ -75,6 +76,7 @@ _NAMES = {
     "train.ppo.trainer": "PPOTrainer",
     "train.ppo.policy": "load_policy",
     "train.ppo.sb3": "load_sb3_policy",
+    "train.records.evaluation": "evaluate",
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
     "skills.scheduler": "SkillScheduler",

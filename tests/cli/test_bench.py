@@ -4,8 +4,8 @@ import re
 import gymnasium
 import pytest
 
-from shoal.cli.bench import BenchOptions, Speed, measure, ways
 from shoal.cli.main import main
+from shoal.testing.speed import Speed, measure, measure_backends
 
 
 def test_it_measures_each_way_and_says_which_to_take(capsys, tmp_path):
@@ -48,15 +48,14 @@ class Drifting(gymnasium.Wrapper):
 
 
 def test_what_differs_from_a_plain_loop_is_named_and_not_timed():
-    options = BenchOptions("CartPole-v1", num_envs=2, seconds=0.05)
-
     def broken(fns):
         raise TypeError("no such space")
 
     speeds = measure(
         {"drifting": gymnasium.vector.SyncVectorEnv, "broken": broken},
         lambda: Drifting(gymnasium.make("CartPole-v1")),
-        options,
+        num_envs=2,
+        seconds=0.05,
     )
     assert "not the results of a plain loop: reset 0: env 0" in speeds[0].problem
     assert speeds[1] == Speed("broken", problem="cannot run: TypeError: no such space")
@@ -71,11 +70,23 @@ def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_wher
         r"native is [\d.]+x the next: make_vec\('CartPole-v1', 512, backend='native'\)",
         out,
     )
-    assert ways(BenchOptions("CartPole-v1")).keys() >= {"serial", "native"}
-    assert "native" not in ways(BenchOptions("MountainCar-v0"))
+    for env, has_one in (("CartPole-v1", True), ("MountainCar-v0", False)):
+        speeds = measure_backends(env, num_envs=2, num_workers=1, seconds=0.01, peers=False)
+        assert ("native" in [speed.name for speed in speeds.ways]) == has_one
+        assert speeds.loop_steps_per_second > 0
     assert main(["bench", "MountainCar-v0", *brief, "--backends", "serial", "native", "--json"]) == 0
     problem = json.loads(capsys.readouterr().out)["ways"][1]["problem"]
     assert "cannot run: ConfigError: backend='native' needs" in problem
+
+
+def test_a_batch_of_its_own_is_not_measured_of_an_env_in_a_wrapper(capsys):
+    """It has no place for one: it was measured without."""
+    short = ["--num-envs", "2", "--num-workers", "1", "--seconds", "0.01", "--no-peers", "--json"]
+    wrapper = ["--wrapper", "gymnasium.wrappers:TimeAwareObservation"]
+    assert main(["bench", "CartPole-v1", *wrapper, *short]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["observation_bytes"] == 5 * 8  # with the time, all in float64
+    assert "native" not in [way["name"] for way in result["ways"]]
 
 
 @pytest.mark.parametrize("wrong", [["--num-envs", "0"], *(["--seconds", s] for s in ("0", "nan", "inf"))])

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import shoal
-from shoal.cli import doctor
 from shoal.cli.main import main
+from shoal.testing import examine, installation
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +24,10 @@ def findings(capsys, *words, code=0):
 @pytest.fixture
 def bare(monkeypatch):
     """No Ray, torch, GPU; 64 MiB of shared memory."""
-    has = doctor._has
-    monkeypatch.setattr(doctor, "_has", lambda module: module not in ("ray", "torch", "jax") and has(module))
+    has = installation._has
+    monkeypatch.setattr(
+        installation, "_has", lambda module: module not in ("ray", "torch", "jax") and has(module)
+    )
     real = os.statvfs
     small = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16000)
     monkeypatch.setattr(os, "statvfs", lambda path: small if path == "/dev/shm" else real(path))
@@ -45,7 +47,7 @@ def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys):
 
 
 def test_every_extra_has_a_line_with_the_command_that_installs_it(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_has", lambda module: False)
+    monkeypatch.setattr(installation, "_has", lambda module: False)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = findings(capsys)
     advice = {name: one["advice"] for name, one in found.items() if name.startswith("[")}
@@ -79,15 +81,19 @@ def test_packages_that_do_not_fit_are_found_with_the_version_that_does(
     assert found["advice"] == 'pip install ".[llm]"'
 
 
+def ray_finding():
+    return next(finding for finding in examine() if finding.name == "ray")
+
+
 def test_a_ray_cluster_that_does_not_answer_is_found(monkeypatch):
     pytest.importorskip("ray")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        finding = doctor._ray()
+        finding = ray_finding()
         held.listen()
-        assert address in doctor._ray().found
+        assert address in ray_finding().found
     assert finding.status == "failed"
     assert f"'{address}', but nothing answers there" in finding.found
 
@@ -96,7 +102,7 @@ def test_a_package_that_cannot_be_imported_is_a_finding_among_the_others(monkeyp
     def raises():
         raise OSError("libcudart.so: cannot open")
 
-    monkeypatch.setitem(doctor.LOOKS, "gpu", raises)
+    monkeypatch.setitem(installation.LOOKS, "gpu", raises)
     found = findings(capsys, code=1)
     assert found["gpu"]["status"] == "failed"
     assert "libcudart.so: cannot open" in found["gpu"]["found"]

@@ -12,12 +12,12 @@ import time
 import pytest
 from tests.rollout.doubles import FakeServer, HashEngine
 
-from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.rollout.journal import Journal
 from shoal.samplers.registry import SAMPLERS
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.records.evaluation import PANELS
 
 PANEL = {"frozen_lake": {"size": 3, "max_steps": 4}, "bandit": {}}
 ROLLOUT = [
@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _small_panel(monkeypatch):
-    monkeypatch.setitem(evaluation.PANELS, "core", PANEL)
+    monkeypatch.setitem(PANELS, "core", PANEL)
 
 
 def broken_off(monkeypatch, words, after, error=KeyboardInterrupt):

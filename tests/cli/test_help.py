@@ -172,3 +172,16 @@ def test_each_command_has_one_line_in_the_list_of_80_columns(capsys, monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     rows = re.findall(r"^│ (\S*) +(.*?) *│$", said(capsys, "--help"), re.MULTILINE)
     assert rows == [(name, about) for name, (_, about) in COMMANDS.items()]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["train-ppo", "--env"], "--env"),
+        (["skills", "train", "--out"], "--out"),
+        (["eval", "x", "--seed"], "--seed"),
+    ],
+)
+def test_a_flag_without_its_value_is_one_line(words, flag, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"shoal: Parameter {flag} requires an argument.\n"

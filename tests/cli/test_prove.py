@@ -7,6 +7,7 @@ import pytest
 from shoal.cli import prove
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
+from shoal.train.records import proof
 
 TINY = [
     "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=2", "trainer.iterations=2",
@@ -107,13 +108,13 @@ def gone(**_):
 
 
 def test_what_was_proved_until_ctrl_c_is_kept(tmp_path, monkeypatch):
-    begun = prove._rows
+    begun = proof.prove
 
-    def interrupted(*args):
-        yield next(begun(*args))
+    def interrupted(trainings):
+        yield next(begun(trainings))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prove, "_rows", interrupted)
+    monkeypatch.setattr(proof, "prove", interrupted)
     code, summary = proved(monkeypatch, tmp_path / "run")
     assert (code, summary["status"]) == (130, "interrupted")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["name"] == "sequential"

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from tests.rollout.doubles import FakeServer
@@ -6,7 +7,10 @@ from tests.rollout.doubles import FakeServer
 from shoal.cli.main import main
 from shoal.core.configuration import read_settings
 from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError
 from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.train.agent.config import compose_config
+from shoal.train.records.rollouts import record_rollout
 
 SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
 TINY = [*SMALL, "engine.width=16", "engine.layers=1", "engine.heads=2"]
@@ -22,6 +26,19 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
     capsys.readouterr()
     assert main(["replay", str(run), "rollout:4"]) == 0
     assert "the same: " in capsys.readouterr().out
+    seen = []
+    config = compose_config("base-parallel", [*TINY, f"run_dir={tmp_path / 'python'}"])
+    found = record_rollout(config, iteration=3, progress=lambda *counts: seen.append(counts))
+    of_both = [folder / "trajectories" / "rollout.jsonl" for folder in (run, tmp_path / "python")]
+    assert of_both[0].read_bytes() == of_both[1].read_bytes()
+    assert list(read_trajectories(of_both[0])) == found.trajectories
+    assert seen == [(played, 6) for played in range(7)]
+    for wrong, said in (
+        (config, "holds a run already"),
+        (replace(config, run_dir=None), "set run_dir=FOLDER"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            record_rollout(wrong)
 
 
 def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path):
@@ -64,8 +81,6 @@ def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_
 
 
 def test_comparing_finds_what_differs(tmp_path, capsys, monkeypatch):
-    from dataclasses import replace
-
     from shoal.rollout.play import ParallelRolloutManager
 
     collect = ParallelRolloutManager.collect

@@ -19,7 +19,6 @@ from tests.viewer.test_index import episode, turn
 from tests.viewer.test_server import make_run, tables_of
 
 from shoal.cli.main import main
-from shoal.cli.view import run_folders
 from shoal.core.data import Counted, Requests, write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
@@ -28,7 +27,7 @@ from shoal.viewer.export import export
 from shoal.viewer.group_pages import parting
 from shoal.viewer.markup import Html, graph, histogram, join, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
-from shoal.viewer.runs import whole_rows
+from shoal.viewer.runs import run_folders, whole_rows
 from shoal.viewer.server import page_for
 
 FIXTURES = Path(__file__).with_name("fixtures")

@@ -10,12 +10,11 @@ from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 
 from shoal.cli.main import main
-from shoal.cli.view import run_folders
 from shoal.core.data import encode_trajectory, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.files import write_json
 from shoal.viewer import server
-from shoal.viewer.runs import Run
+from shoal.viewer.runs import Run, run_folders
 from shoal.viewer.server import POLICY, index_in_background, make_app
 
 TOKEN = "t" * 32

@@ -47,14 +47,15 @@ class Command:
         run: runs the command and returns the exit status, None for 0.
         more: text at the end of `--help`: examples, exit statuses.
         most_used: about ten flags that `--help` lists first.
-        default: makes the options to start from, where they depend on the words (a preset, a run to resume).
+        default: makes the options to start from, where they depend on what is given (a preset, a run to resume); it
+            gets what is given, by the names of the fields.
     """
 
     options: Any
     run: Callable[[Any], int | None]
     more: str = ""
     most_used: tuple[str, ...] = ()
-    default: Callable[[list[str]], Any] | None = None
+    default: Callable[[Mapping[str, Any]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,16 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Any:
     Raises:
         ConfigError: the words are no valid options; one line says why.
     """
-    default = None if command.default is None else command.default(list(words))
-    app = _app_of_command(command, name, default)
+    given = _given(command, name, words)
+    default = None if command.default is None else command.default(given)
+    return _filled(command.options, default, given)
+
+
+def _given(command: Command, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """What the words give, by the names of the fields."""
+    app = _app_of_command(command, name, None)
     try:
-        _, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
+        return dict(app.parse_args(list(words), exit_on_error=False, print_error=False)[1].arguments)
     except cyclopts.UnusedCliTokensError as error:
         word = (error.unused_tokens or [""])[0]
         flags, (key, equals, value) = flags_of(command, name), word.partition("=")
@@ -123,7 +130,6 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Any:
         if dotted and "--config-name" in flags_of(command, name):
             told = f"{told} Settings are given without dashes: {dotted[1]}=VALUE"
         raise ConfigError(told) from None
-    return _filled(command.options, default, bound.arguments)
 
 
 def every(entry: Entry, name: str) -> Iterator[tuple[str, Command]]:
@@ -160,7 +166,10 @@ def app_of(entry: Entry, name: str, words: Sequence[str] = (), *, nested: bool =
         return App(_shown_name(name), help=entry[1])
     what = load(entry)
     if isinstance(what, Command):
-        return _app_of_command(what, name, None if what.default is None else what.default(list(words)))
+        given: dict[str, Any] = {}
+        with contextlib.suppress(ConfigError):  # help is printed whatever else is wrong
+            given = _given(what, name, words) if words else {}
+        return _app_of_command(what, name, None if what.default is None else what.default(given))
     app = App(_shown_name(name), help=what.about, help_epilogue=_narrow(what.more), **_LOOK)
     for place, (verb, inner) in enumerate(what.commands.items()):
         one = app_of(inner, f"{name} {verb}", nested=nested)

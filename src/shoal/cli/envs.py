@@ -19,7 +19,6 @@ from shoal.cli.grammar import (
     Settings,
     Wrappers,
     arguments_of,
-    blaming,
     parse_settings,
     refuse_below,
     wide_console,
@@ -40,7 +39,7 @@ from shoal.envs.catalogue import (
     resolve,
     resolve_text,
 )
-from shoal.envs.check import Job, run_apart
+from shoal.envs.check import Job, blaming, run_apart
 from shoal.envs.text import TextConfig, TextEnv
 
 Name = Annotated[str, Positional("NAME")]

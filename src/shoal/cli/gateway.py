@@ -57,6 +57,7 @@ examples:
   shoal gateway runs/demo --port 8000 --out calls
   OPENAI_BASE_URL=ADDRESS OPENAI_API_KEY=none python agent.py
 """
+WANTED = ("--port", "--session", "--max-tokens", "--checkpoint", "--device", "--out", "--json")
 
 
 def gateway(options: GatewayOptions) -> int:
@@ -106,12 +107,11 @@ def _engine(options: GatewayOptions) -> Any:
 
         config = EngineConfig(context=TINY_CONTEXT, device=options.device or "cpu")
         return make_engine(config, (), options.seed)
-    from shoal.cli.eval import EvalOptions, engine_of
+    from shoal.train.records.models import open_model
 
-    wanted = EvalOptions(
-        options.model, seed=options.seed, device=options.device, checkpoint=options.checkpoint
-    )
-    return engine_of(wanted)[0]
+    return open_model(
+        options.model, checkpoint=options.checkpoint, device=options.device, seed=options.seed
+    ).engine
 
 
-COMMAND = Command(GatewayOptions, gateway, MORE)
+COMMAND = Command(GatewayOptions, gateway, MORE, WANTED)

@@ -11,25 +11,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from shoal.cli.command import Positional, flags_of_field
 from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
-from shoal.core.files import sha256_of_folder
-from shoal.core.run_folder import RunFolder, finite, refuse_foreign
-
-if TYPE_CHECKING:
-    from shoal.rollout.journal import Journal
+from shoal.core.errors import ConfigError
+from shoal.core.run_folder import finite, refuse_foreign
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
@@ -86,16 +82,12 @@ def count_of(number: int, thing: str, things: str = "") -> str:
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
-def came_to_an_end(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The episodes that did not fail; of the others it is told, and an error says that there are no others."""
-    whole = [t for t in trajectories if t.status == "ok"]
-    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
-    if not whole:
-        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
-    if failures:
-        told = f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}"
-        print(harmless(told), file=sys.stderr)
-    return whole
+def came_to_an_end(trajectories: Sequence[Trajectory]) -> None:
+    """Print how many episodes failed; that all did is an error."""
+    from shoal.train.agent.run.playing import whole_episodes
+
+    for note in whole_episodes(trajectories)[1]:
+        print(harmless(note), file=sys.stderr)
 
 
 def duration(seconds: float) -> str:
@@ -269,6 +261,30 @@ def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         yield told
 
 
+@contextmanager
+def episodes_played(
+    loading: str, folder: Path | str | None, *, bar: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """Progress of episodes: the block gets a function of (played, total), first those that a folder had kept.
+
+    Args:
+        loading: what is done before that is known.
+        folder: that may have kept some.
+        bar: as of `Progress`.
+    """
+    with Progress(loading, sys.stderr, bar=bar) as progress:
+
+        def told(played: int, total: int) -> None:
+            if progress.what == loading and played:
+                kept = f"{count_of(played, 'episode')} of {folder} were played before and are kept"
+                print(kept, file=sys.stderr, flush=True)
+            progress.what = f"playing, {played} of {total} episodes"
+            if played:
+                progress.at(played / total, f"{played}/{total} episodes")
+
+        yield told
+
+
 def wide_console() -> Any:
     """Standard output; a file or a pipe has no edge at which the cells of a table would break."""
     from rich.console import Console
@@ -305,17 +321,6 @@ Wrappers = Annotated[
     tuple[str, ...],
     Parameter(help="A wrapper for the env as module:Name; repeatable, the first is innermost."),
 ]
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """What an env raises while it is made or tried becomes an `EnvError` that names it."""
-    try:
-        yield
-    except ShoalError:
-        raise
-    except Exception as error:  # an env may raise whatever it likes
-        raise EnvError(f"{name} failed when it was tried: {type(error).__name__}: {error}") from error
 
 
 def arguments_of(settings: tuple[str, ...], env_kwargs: tuple[str, ...]) -> dict[str, Any]:
@@ -461,47 +466,6 @@ def _meant(word: str) -> str:
     return f": --config-name {word}" if word in config_names() else ""
 
 
-def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Journal:
-    """What was played in a run folder before the command was broken off; it goes on from there, and says so.
-
-    Args:
-        folder: the run folder, which this process holds.
-        weights: what tells them from others.
-        asked: what else names the episodes; settings of agents may be among it, of which those that play count.
-    """
-    from shoal.rollout.journal import Journal
-
-    journal = Journal(folder.unfinished_path, {"weights": weights, **asked}, folder.hold)
-    if journal.count:
-        told = count_of(journal.count, "episode")
-        print(f"{told} of {folder.path} were played before and are kept", file=sys.stderr, flush=True)
-    return journal
-
-
-def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the settings of a run of agents those that change what is played, but for the weights."""
-    from shoal.train.agent.config import comparable
-
-    known = comparable(values)
-    del known["engine"]["model"]
-    wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
-    return {key: known[key] for key in wanted}
-
-
-def weights_at(place: Path | str | None) -> str:
-    """What tells the weights in a folder, or of a model by its name, from others: a sum of their bytes.
-
-    A name alone where they are on a server, "" where they follow from settings.
-    """
-    from shoal.samplers.models import KNOWN, resolve_model
-
-    if place is None:
-        return ""
-    if Path(place).is_dir() or place in KNOWN:
-        return f"sha256 {sha256_of_folder(resolve_model(str(place)))}"
-    return str(place)
-
-
 Tracker = Literal["none", "tensorboard", "wandb"]
 
 
@@ -547,13 +511,6 @@ def refuse_device(device: str) -> None:
         raise ConfigError(
             f"device={device} is not available here: torch can use {', '.join(have)}; see shoal doctor"
         )
-
-
-def hide_loading() -> None:
-    """Keep the bars that transformers draws for each weight it loads off the screen."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
 
 
 class _ToStandardError(logging.Handler):

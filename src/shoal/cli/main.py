@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not sys.stderr.isatty():  # before torch and transformers are imported, whose bars read it then
         os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault(
+        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
+    )  # those of transformers for each weight it loads
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # else pygame complains that there is no screen

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated
 
 from shoal.cli.command import Command, Group, Positional
-from shoal.cli.grammar import Progress, hide_loading
+from shoal.cli.grammar import Progress
 from shoal.core.errors import unknown_name
 
 
@@ -39,8 +38,6 @@ def get(options: GetOptions) -> None:
 
     if options.name not in KNOWN:
         raise unknown_name("model", options.name, KNOWN)
-    with contextlib.suppress(ImportError):  # what is missing is told by what needs it
-        hide_loading()
     with Progress("looking for it in the cache folder", bar=False) as progress:
 
         def begun(words: str) -> None:

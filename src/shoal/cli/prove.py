@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
@@ -72,18 +71,10 @@ class ProveOptions(AgentOptions):
     """Also run on Ray."""
 
 
-@dataclass
-class Row:
-    """One training."""
-
-    name: str
-    digests: dict[str, str]
-    seconds: float
-    problem: str = ""
-
-
 def prove(options: ProveOptions) -> int:
     """Train on each backend and print the table; 0 if all are equal."""
+    from shoal.train.records import proof
+
     show_warnings()
     given = {word.partition("=")[0].lstrip("+~") for word in options.overrides}
     short = [word for word in QUICK if options.quick and word.partition("=")[0] not in given]
@@ -92,12 +83,12 @@ def prove(options: ProveOptions) -> int:
     if (path / "summary.json").exists():
         raise ConfigError(f"{path} holds a run already: choose another folder with --out")
     names = [name for name in BACKENDS if options.ray or "Ray" not in name]
-    rows: list[Row] = []
+    rows: list[proof.Row] = []
     with RunFolder(path, "prove", config.seed) as folder:
         print(f"{count_of(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
         try:
             with Progress("training") as progress:
-                for row in _rows(options, short, names, path):
+                for row in proof.prove(_trainings(options, short, names, path)):
                     rows.append(row)
                     folder.append_metrics(asdict(row))
                     line = f"{row.name}: {row.problem or 'equal'} ({row.seconds:.1f} s)"
@@ -130,38 +121,9 @@ def prove(options: ProveOptions) -> int:
 COMMAND = Command(ProveOptions, prove, MORE)
 
 
-def _rows(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Row]:
-    import torch
-
-    from shoal.train.agent.trainer import AgentTrainer
-    from shoal.train.records.compare import episodes_digest, first_difference, weights_digest
-
-    first: tuple[Path, Row] | None = None
+def _trainings(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Any]:
+    """The name and the config of each row."""
     for name in names:
-        run = path / re.sub(r"\W+", "-", name)
         words = (*short, *options.overrides, *RECORDED, *BACKENDS[name])
-        config = replace(composed(replace(options, overrides=words, run_dir=None)), run_dir=str(run))
-        engine = config.engine
-        torch.set_num_threads(engine.threads)
-        exact = engine.name == "tiny" and engine.device == "cpu" and engine.threads == 1
-        began = time.monotonic()
-        try:
-            with AgentTrainer(config) as trainer:
-                for _ in trainer.train():
-                    pass
-            digests = {"episodes": episodes_digest(run, tokens_only=not exact)}
-            if exact:
-                newest = max((run / "checkpoints").glob("step-*"), key=lambda step: int(step.name[5:]))
-                digests["weights"] = weights_digest(newest)
-            row = Row(name, digests, time.monotonic() - began)
-        except Exception as error:  # a border: a backend that fails is a row; the first one is an error
-            if first is None:
-                raise
-            row = Row(name, {}, time.monotonic() - began, f"{type(error).__name__}: {error}")
-        if first is None:
-            first = run, row
-        elif not row.problem and row.digests != first[1].digests:
-            parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
-            found = first_difference(first[0], run, tokens_only=not exact)
-            row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
-        yield row
+        config = composed(replace(options, overrides=words, run_dir=None))
+        yield name, replace(config, run_dir=str(path / re.sub(r"\W+", "-", name)))

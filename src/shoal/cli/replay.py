@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bdb import BdbQuit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,7 +167,7 @@ def _sampler(options: ReplayOptions) -> Any:
     """What `--sampler` names: a word of `Replay`, or a sampler that `shoal eval` would play with."""
     if options.sampler in ("auto", "checkpoint", "recorded"):
         return options.sampler
-    from shoal.cli.eval import EvalOptions, engine_of
+    from shoal.train.records.models import LOCAL, open_model
 
-    asked = EvalOptions(options.sampler, device=options.device, base_url=options.base_url)
-    return engine_of(asked)[0]
+    server = replace(LOCAL, url=options.base_url)
+    return open_model(options.sampler, device=options.device, server=server).engine

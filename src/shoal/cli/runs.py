@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,13 +14,9 @@ from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.cli.output import program
 from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
+from shoal.core.run_folder import UNFINISHED, command_of
+from shoal.viewer.runs import describe, folders
 
-RESULTS = (
-    "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
-    "skills_completed", "heldout_reward", "reward_mean",
-)  # fmt: skip
-"""The metric that says how well a run did: the first that it has."""
 MORE = """\
 examples:
   shoal runs                                 all runs in runs/, the newest first
@@ -135,56 +129,3 @@ def _result(about: dict[str, Any]) -> str:
         return "-" if about["rows"] is None else f"{count_of(about['rows'], 'row')} of metrics"
     value = about["value"]
     return f"{about['metric']} {value:.3f}" if isinstance(value, float) else f"{about['metric']} {value}"
-
-
-def folders(root: Path) -> list[Path]:
-    """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
-    if not root.is_dir():
-        raise DataError(f"{root} is not a folder: runs are in runs/ unless --out (run_dir=) said otherwise")
-    found: list[Path] = []
-    for path in _shown(root):
-        found += [path] if is_run(path) else filter(is_run, _shown(path))
-    return found
-
-
-def _shown(folder: Path) -> list[Path]:
-    """The folders inside, but for hidden ones and where nobody may look."""
-    with contextlib.suppress(PermissionError):
-        return sorted(path for path in folder.iterdir() if os.path.isdir(path) and path.name[:1] != ".")
-    return []
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is one of a run."""
-    return any(os.path.exists(path / name) for name in PARTS)  # False too where nobody may look
-
-
-PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db", "trajectories", "batch", UNFINISHED)
-"""One of these makes a folder a run."""
-
-
-def describe(run: Path) -> dict[str, Any]:
-    """What the files of a run say of it; broken ones say nothing."""
-    summary: dict[str, Any] = {"metrics": {}}
-    with contextlib.suppress(OSError, DataError):
-        summary = read_summary(run)
-    running = any(FolderLock(run / name).is_taken() for name in (".lock", "scheduler.lock"))
-    metrics = summary["metrics"]
-    name = next((key for key in RESULTS if metrics.get(key) is not None), None)
-    seconds, changed, rows = summary.get("seconds"), 0.0, None
-    for part in PARTS:
-        with contextlib.suppress(OSError):  # a run may be removed while it is looked at
-            changed = max(changed, (run / part).stat().st_mtime)
-    with contextlib.suppress(OSError):
-        rows = (run / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
-    return {
-        "run": str(run),
-        "command": command_of(run),
-        "status": "running" if running else str(summary.get("status") or "unfinished"),
-        "seed": summary.get("seed"),
-        "seconds": seconds if isinstance(seconds, int | float) else None,
-        "changed": changed or time.time(),
-        "metric": name,
-        "value": None if name is None else metrics[name],
-        "rows": rows,
-    }

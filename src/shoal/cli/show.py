@@ -18,12 +18,13 @@ from rich.text import Text
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
-from shoal.cli.runs import describe, how_to_go_on, is_run
+from shoal.cli.runs import how_to_go_on
 from shoal.core.data import ENDINGS, Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
+from shoal.viewer.runs import describe, is_run
 
 FIRST = (
     "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +17,10 @@ from shoal.cli.grammar import refuse_below, wide_console
 from shoal.cli.output import harmless, json_stream, program
 from shoal.cli.runs import resume_command
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.core.run_folder import RunFolder, finite, whole_rows
+from shoal.core.run_folder import RunFolder, finite
 from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.graph.store import AttemptRow, SkillRow, Store
-from shoal.skills.graph.views import condition
+from shoal.skills.graph.views import condition, progress_of, training_seconds
 from shoal.skills.scheduler import ENDING_SECONDS
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def table(rows: list[SkillRow], store: Store) -> Any:
         success, frames, until = row.result.get("success"), head.frames if head else None, None
         state = condition(store, row, held=held)
         if row.status == "running":
-            success, frames, last = _progress(store, row)
+            success, frames, last = progress_of(store, row)
             until = time.time() if state.startswith("running") else last
         launches = store.attempts(row.name)
         seconds = training_seconds(launches, until)
@@ -142,32 +141,6 @@ def table(rows: list[SkillRow], store: Store) -> Any:
             harmless(row.reason or ""),
         )
     return out
-
-
-def training_seconds(launches: Sequence[AttemptRow], until: float | None = None) -> float:
-    """How long launches took in all; one that runs, `until` a time, or not counted."""
-    ends = [launch.ended or until or launch.started for launch in launches]
-    return sum(max(0.0, end - launch.started) for launch, end in zip(launches, ends, strict=True))
-
-
-LATEST = 1 << 16
-"""Bytes of the metrics of a training that are read for its progress: some hundred updates."""
-
-
-def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, float | None]:
-    """Of a running training the success of its latest evaluation, and the env steps and time of its latest update."""
-    attempts = store.attempts(row.name)
-    if not attempts:
-        return None, None, None
-    path = store.root / attempts[-1].run_folder / "metrics.jsonl"
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LATEST))
-            rows = whole_rows(file.read())
-        evaluated = [row["evaluated_success"] for row in rows if row.get("evaluated_success") is not None]
-        return evaluated[-1] if evaluated else None, rows[-1]["step"], rows[-1]["time"]
-    except (OSError, IndexError, KeyError):
-        return None, None, None
 
 
 def status(options: StatusOptions, store: Store) -> None:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
-import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
+from shoal.cli.command import Command, flags_of_field
+from shoal.cli.grammar import Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import resume_command
-from shoal.cli.skills import DEFAULT, table, training_seconds
+from shoal.cli.skills import DEFAULT, table
 from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.graph.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.store import Store
+from shoal.skills.graph.views import training_seconds
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.trainer import TrainingConfig, default_config
 from shoal.skills.plan import dependencies, plan_for
@@ -34,6 +35,8 @@ from shoal.skills.spec import load_skills
 from shoal.skills.worlds.registry import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
+STATES = ("running", "completed", "failed", "blocked")
+"""Of a skill, whose changes are printed where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +99,16 @@ class TrainOptions:
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
     config: TrainingConfig = field(default_factory=TrainingConfig)
     said: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
-    """the words of the call"""
+    """the options that the call itself names; what a resumed folder was trained with is kept silently"""
 
 
-def _defaults(argv: list[str]) -> TrainOptions:
+def _defaults(given: Mapping[str, Any]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--env-name", "--env_name", default="crafting")
-    places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
-    early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
-    early.add_argument("--resume", action="store_true")
-    try:
-        known, _ = early.parse_known_args(argv)
-    except argparse.ArgumentError:  # which is told with the others
-        return TrainOptions(said=tuple(argv))
-    default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
-    path = known.graph_path / "config.yaml"
-    if known.resume and path.exists():  # what is not said again is as it was
-        return _read_config(path, known.graph_path, default)
+    world, folder = given.get("env_name", TrainOptions.env_name), given.get("graph_path", DEFAULT)
+    default = TrainOptions(config=default_config(world_of(world)), said=tuple(given))
+    path = folder / "config.yaml"
+    if given.get("resume") and path.exists():  # what is not said again is as it was
+        return _read_config(path, folder, default)
     return default
 
 
@@ -157,7 +152,7 @@ def train(options: TrainOptions) -> int:
     if options.replay:
         proposer = Replay(options.replay, features)
     elif options.llm_name:
-        key = os.environ.get("OPENAI_API_KEY", "none") if _is_said(options, "--llm-url") else "none"
+        key = os.environ.get("OPENAI_API_KEY", "none") if "llm_url" in options.said else "none"
         proposer = LanguageModel(
             options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
             record=options.graph_path / "proposals.jsonl",
@@ -187,16 +182,24 @@ def train(options: TrainOptions) -> int:
     config = options.config
     if options.skill_timesteps_budget is not None:
         config = replace(config, total_timesteps=options.skill_timesteps_budget)
+    began = time.monotonic()
+    progress, quiet = Progress("training", bar=False), options.json_events or options.json
+    progress.doing = lambda: f"in training: {', '.join(scheduler.get_running_skills()) or 'nothing'}"
+
+    def happened(event: dict[str, Any]) -> None:
+        run.event(**event)
+        if not (quiet or sys.stdout.isatty()) and event["event"] in STATES:
+            progress.say(_line(event, time.monotonic() - began))
+
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
         world=world, launcher=launcher, seed=options.seed, config=config,
-        on_event=lambda event: run.event(**event), time_limit=options.time_limit,
+        on_event=happened, time_limit=options.time_limit,
         gpu_ids=options.gpu_ids,
     )  # fmt: skip
     scheduler.take()  # before anything of a run that is going on is changed
     _write_config(options)
     log = _wandb(options)
-    began = time.monotonic()
 
     def told(name: str, data: dict[str, Any]) -> None:
         run.append_metrics({"skill": name, "seconds": round(time.monotonic() - began, 2), **data})
@@ -207,8 +210,9 @@ def train(options: TrainOptions) -> int:
     show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
-            if not (options.json_events or options.json):
-                stack.enter_context(_Show(scheduler))
+            if not quiet:
+                shown = _live_table(scheduler.store) if sys.stdout.isatty() else progress
+                stack.enter_context(shown)
             finished = scheduler.run(proposer, options.max_nodes)
         with Progress("evaluating and drawing the chain", sys.stderr):
             metrics = _measure(options, scheduler, began)
@@ -229,32 +233,24 @@ def train(options: TrainOptions) -> int:
 COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
 
 
-def _is_said(options: TrainOptions, flag: str) -> bool:
-    """Whether the call itself names an option; one that a resumed folder was trained with is kept silently."""
-    return any(word.replace("_", "-").split("=")[0] == flag for word in options.said)
-
-
 def _refuse_what_is_ignored(options: TrainOptions) -> None:
     """Raise a `ConfigError` that names options of which one would be ignored."""
     if options.gpu_ids and options.gpus_per_skill:
         raise ConfigError("--gpu-ids names GPUs, --gpus-per-skill lets Ray choose them; give one of the two")
-    for flag, value, launcher in (
-        ("--gpus-per-skill", options.gpus_per_skill, "ray"),
-        ("--sbatch", options.sbatch, "slurm"),
-    ):
-        if value and options.launcher != launcher and _is_said(options, flag):
+    for name, launcher in (("gpus_per_skill", "ray"), ("sbatch", "slurm")):
+        if getattr(options, name) and options.launcher != launcher and name in options.said:
             raise ConfigError(
-                f"{flag} is for --launcher {launcher} and does nothing with {options.launcher}: leave it out, or name "
-                "that launcher"
+                f"{flags_of_field(name)[0]} is for --launcher {launcher} and does nothing with {options.launcher}: "
+                "leave it out, or name that launcher"
             )
     other = "--replay" if options.replay else "--llm-name" if options.llm_name else None
     if options.target_skill and other:
         raise ConfigError(
             f"--target-skill chooses from a file of skills, and {other} has skills proposed: give one of the two"
         )
-    if options.replay and _is_said(options, "--llm-name"):
+    if options.replay and "llm_name" in options.said:
         raise ConfigError("--replay and --llm-name both say what proposes skills: give one of the two")
-    if not options.llm_name and _is_said(options, "--llm-url"):
+    if not options.llm_name and "llm_url" in options.said:
         raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
 
 
@@ -360,53 +356,16 @@ def _wandb(options: TrainOptions) -> Any:
     return wandb.init(project=project, config=asdict(options))
 
 
-class _Show:
-    """A live table on a terminal; elsewhere one line for each change of state."""
+@contextmanager
+def _live_table(store: Store) -> Iterator[None]:
+    """The skills in the states that they are in, as they change, on a terminal."""
+    from rich.live import Live
 
-    def __init__(self, scheduler: SkillScheduler) -> None:
-        self.scheduler = scheduler
-        self._told = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="show", daemon=True)
+    with Live(get_renderable=lambda: table(store.skills(), store), redirect_stderr=sys.stderr.isatty()):
+        yield
 
-    def __enter__(self) -> _Show:
-        before = self.scheduler.store.events(0)  # of the run that is resumed: told already
-        self._told = before[-1]["seq"] if before else 0
-        self._thread.start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            store = self.scheduler.store
-            errors = sys.stderr.isatty()
-            with Live(table(store.skills(), store), refresh_per_second=4, redirect_stderr=errors) as live:
-                while not self._done.wait(0.25):
-                    live.update(table(store.skills(), store))
-                live.update(table(store.skills(), store))
-            return
-        told = self._told
-        clock, began = time.time(), time.monotonic()
-        said = began
-        while True:
-            over = self._done.wait(min(0.5, HEARTBEAT))
-            for event in self.scheduler.store.events(told):
-                told = event["seq"]
-                if event["kind"] in ("running", "completed", "failed", "blocked"):
-                    why = harmless(event["detail"].get("reason") or "")
-                    print(
-                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {why}".rstrip(),
-                        flush=True,
-                    )
-                    said = time.monotonic()
-            going = self.scheduler.get_running_skills()
-            if going and time.monotonic() - said > HEARTBEAT:
-                said = time.monotonic()
-                print(f"{said - began:8.1f} s  … in training: {', '.join(going)}", flush=True)
-            if over:
-                return
+def _line(event: dict[str, Any], seconds: float) -> str:
+    """A change of state of a skill, where there is no terminal."""
+    why = harmless(event.get("reason") or "")
+    return f"{seconds:8.1f} s  {event['skill']}: {event['event']} {why}".rstrip()

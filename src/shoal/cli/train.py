@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from shoal.cli.grammar import (
     composed,
     count_of,
     duration,
-    hide_loading,
     print_json,
     refuse_idle,
     refuse_twice,
@@ -31,7 +29,6 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import program
 from shoal.cli.runs import how_to_go_on
-from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.run_folder import read_summary
 
 if TYPE_CHECKING:
@@ -64,10 +61,6 @@ LEGEND = (
 """Of the lines of the live view."""
 MOST_WARNINGS = 3
 """At the end of a run."""
-
-
-CHECKED_SEEDS = 32
-"""Episodes of an env that are played before training, as far as ten seconds allow."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,8 @@ def train(options: TrainOptions) -> int:
     import torch
 
     from shoal.train.agent.processes.distributed import Processes
-    from shoal.train.agent.run.records import refuse_taken
+    from shoal.train.agent.run.playing import refuse_broken_envs
+    from shoal.train.agent.run.records import finished_iterations, refuse_taken
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
@@ -129,8 +123,7 @@ def train(options: TrainOptions) -> int:
         lambda: str(run_folder(config.run_dir, options.config_name, config.resume))
     )[0]
     config = replace(config, run_dir=run_dir)
-    if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
-        _refuse_other_settings(Path(run_dir), config)
+    if config.resume and (done := finished_iterations(config)) >= config.trainer.iterations:
         told = f"{run_dir} has done {count_of(done, 'iteration')} and trainer.iterations={config.trainer.iterations}"
         print(
             f"{told}: there is nothing to do; ask for more with trainer.iterations={2 * done}",
@@ -141,10 +134,8 @@ def train(options: TrainOptions) -> int:
         return 0
     refuse_taken(config)
     if config.trainer.check_envs:
-        processes.all_gather(lambda: _check_envs(config) if processes.first else None)
+        processes.all_gather(lambda: refuse_broken_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)
-    if config.engine.name == "huggingface":
-        hide_loading()
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:
@@ -202,52 +193,6 @@ def _train_recorded(options: TrainOptions) -> int:
     refuse_idle(options, f"with --config-name {options.config_name}", "config_dir", "tracker", "wandb")
     names = [field.name for field in fields(RecordedOptions)]
     return train_recorded(RecordedOptions(**{name: getattr(options, name) for name in names}))
-
-
-def _check_envs(config: AgentConfig) -> None:
-    """Refuse envs with a fault, which would end the run later, or spoil it.
-
-    Raises:
-        EnvError: says which env breaks which promise, and where.
-    """
-    from shoal.envs.check import quick_check
-
-    sides = config.es_manager.train, config.es_manager.val
-    for tag in sorted({tag for side in sides for tag in side.group_tags()} & config.custom_envs.keys()):
-        kind = config.custom_envs[tag]
-        try:
-            limit = config.vector.step_timeout or math.inf
-            quick_check(kind.env_type, kind.env_config, seeds=CHECKED_SEEDS, seconds=limit)
-        except EnvError as error:
-            off = "trainer.check_envs=false trains all the same"
-            raise EnvError(f"custom_envs.{tag}: {error}\n{off}") from error
-        except (ShoalError, ImportError, AttributeError) as error:
-            raise ConfigError(f"custom_envs.{tag}: {error}") from error
-
-
-def _finished(run: Path) -> int | None:
-    """The iterations of a run that has come to its end; None of one that has not."""
-    if not (run / "summary.json").exists():
-        return None
-    summary = read_summary(run)
-    done = summary["metrics"].get("iterations")
-    return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
-
-
-def _refuse_other_settings(run: Path, config: AgentConfig) -> None:
-    """Check that a run which has come to its end is the one that is asked for."""
-    from shoal.core.configuration import first_change, read_settings
-    from shoal.train.agent.config import AgentConfig
-
-    begun = AgentConfig.read(read_settings(run / "config.yaml"))
-    if config.agent_proxy.max_tokens == "auto":  # the run has the number that was found
-        proxy = replace(config.agent_proxy, max_tokens=begun.agent_proxy.max_tokens)
-        config = replace(config, agent_proxy=proxy)
-    change = first_change(begun.comparable(), config.comparable())
-    if change:
-        raise ConfigError(
-            f"{run} is a run with other settings that has come to its end: {change}; use another run_dir"
-        )
 
 
 def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Progress) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ class Call:
     defaults below are those of the chosen environment's preset.
     """
 
-    run: RunOptions
-    ppo: PPOConfig
+    run: RunOptions = field(default_factory=RunOptions)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
     progress: bool = True
     """Show a progress bar on a terminal."""
     tracker: Tracker | None = None
@@ -96,23 +95,15 @@ def train(call: Call) -> int:
     return 0
 
 
-def _defaults(argv: list[str]) -> Call:
+def _defaults(given: Mapping[str, Any]) -> Call:
     """The values that options start from: a preset's, or those of the run that is resumed."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--env", default=RunOptions().env)
-    early.add_argument("--preset", default="auto")
-    early.add_argument("--out", "--run-dir", "--run_dir", dest="run_dir")
-    early.add_argument("--resume-from", "--resume_from")
-    early.add_argument("--resume", action="store_true")
-    early.add_argument("--num-episodes", "--num_episodes")
-    known, _ = early.parse_known_args(argv)
-    before = known.resume_from
-    if known.resume and before is None:
-        before = known.run_dir or newest_folder(_name(known.env))
+    env, before = given.get("env", RunOptions().env), given.get("resume_from")
+    if given.get("resume") and before is None:
+        before = given.get("run_dir") or newest_folder(_name(env))
     if before is not None:
         saved, settings = saved_options(str(before))
         return Call(replace(saved, resume_from=str(before)), settings)
-    preset = preset_for(known.env, known.preset)
+    preset = preset_for(env, given.get("preset", RunOptions().preset))
     if preset is None:
         options, settings = RunOptions(total_timesteps=100_000), PPOConfig()
     else:
@@ -122,7 +113,7 @@ def _defaults(argv: list[str]) -> Call:
             env_kwargs=tuple(f"{key}={json.dumps(value)}" for key, value in preset.env_kwargs.items()),
         )  # fmt: skip
         settings = PPOConfig(**preset.settings)
-    if known.num_episodes is not None:
+    if given.get("num_episodes") is not None:
         options = replace(options, total_timesteps=None)
     return Call(options, settings)
 

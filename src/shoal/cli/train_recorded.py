@@ -11,7 +11,6 @@ from typing import Literal
 from shoal.cli.command import Command
 from shoal.cli.grammar import (
     SettingsOptions,
-    hide_loading,
     print_json,
     refuse_device,
     refuse_twice,
@@ -58,7 +57,6 @@ def train_recorded(options: RecordedOptions) -> int:
         return 0
     import torch
 
-    hide_loading()
     torch.set_num_threads(config.threads)
     place = run_folder(config.run_dir, options.config_name, config.resume)
     events = print_json if options.json_events else None

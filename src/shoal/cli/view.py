@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import webbrowser
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import refuse_below, refuse_idle
-from shoal.cli.runs import PARTS, folders, is_run
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_text
+from shoal.viewer.runs import run_folders
 
 
 @dataclass(frozen=True)
@@ -113,20 +112,3 @@ def _export(options: ViewOptions, place: Path) -> None:
     text = export(runs, options.episodes)
     write_text(place, text)
     print(f"{place}: {len(text.encode()) / 2**20:.1f} MiB, open it in any browser", file=sys.stderr)
-
-
-def run_folders(asked: Sequence[Path], *, empty: bool = False) -> list[Path]:
-    """The run folders that are meant: each as it is, or those inside.
-
-    Raises:
-        DataError: one holds none, unless it may be `empty`.
-    """
-    found: list[Path] = []
-    for path in asked:
-        inside = [path] if is_run(path) else folders(path)
-        if not inside and not empty:
-            raise DataError(
-                f"{path} holds no run: there is none of {', '.join(PARTS)} in it or in its folders"
-            )
-        found += [folder for folder in inside if folder.resolve() not in {f.resolve() for f in found}]
-    return found

@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,17 @@ QUICK_SECONDS = 10.0
 MAKING_SECONDS = 600.0
 """That making an env may take: it may load data or a model."""
 WHOLE = -1
+
+
+@contextlib.contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """What an env raises while it is made or tried becomes an `EnvError` that names it."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:  # an env may raise whatever it likes
+        raise EnvError(f"{name} failed when it was tried: {type(error).__name__}: {error}") from error
 
 
 def expect(holds: Any, promise: str) -> None:

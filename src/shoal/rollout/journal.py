@@ -23,6 +23,8 @@ from shoal.rollout.plan import Assignment
 logger = logging.getLogger(__name__)
 SYNC_SECONDS = 1.0
 """Between two waits until what was written is on the disk itself, where the system brings it sooner or later."""
+Progress = Callable[[int, int], object]
+"""Called with the number of episodes that have been played, and of all."""
 _Key = tuple[str, int, int, int, int, int]
 
 
@@ -110,6 +112,27 @@ class Journal:
         append_line(self.path, encode_trajectory(trajectory), durable=durable)
         if durable:
             self._synced = now
+
+
+class CountedJournal(Journal):
+    """A journal that reports how many episodes there are: those that were kept, then after each that ends.
+
+    Args:
+        progress: called with that number and `total`.
+        total: how many are wanted; more that end are not counted.
+        kept_in: what `Journal` takes.
+    """
+
+    def __init__(self, progress: Progress, total: int, *kept_in: Any) -> None:
+        super().__init__(*kept_in)
+        self._progress, self._total, self._ended = progress, total, self.count
+        progress(min(self._ended, total), total)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Record it, and count it."""
+        super().add(trajectory)
+        self._ended += 1
+        self._progress(min(self._ended, self._total), self._total)
 
 
 def _settings(path: Path, line: bytes) -> Any:

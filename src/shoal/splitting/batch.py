@@ -193,8 +193,13 @@ class Batch(dict[str, Any]):
                 fields[name] = _nested([torch.from_numpy(row[name].astype(kind)) for row in rows])
         return TensorDict(fields, batch_size=[len(self._samples)])
 
-    def save(self, folder: Path | str) -> Path:
-        """Write the unpadded samples and each trajectory's pixels once; the folder appears whole or not at all."""
+    def save(self, folder: Path | str, **notes: Any) -> Path:
+        """Write the unpadded samples and each trajectory's pixels once; the folder appears whole or not at all.
+
+        Args:
+            folder: a new one.
+            notes: JSON values that are kept beside them in `batch.json`, such as counts.
+        """
         from safetensors.numpy import save_file
 
         samples = self._samples
@@ -205,6 +210,7 @@ class Batch(dict[str, Any]):
         arrays["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples])
         arrays["response_lengths"] = np.array([len(sample.response_ids) for sample in samples])
         document = {
+            **notes,
             "format": FORMAT,
             "shape": asdict(self.shape),
             "skipped": [asdict(item) for item in self.skipped],

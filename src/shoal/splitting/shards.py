@@ -10,15 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import append_line, read_json, remove_leftovers, verify_folder, write_folder, write_json
-from shoal.core.run_folder import FolderLock, whole_rows
+from shoal.core.errors import ConfigError, DataError, reading
+from shoal.core.files import read_json, remove_leftovers, verify_folder, write_folder, write_json
+from shoal.core.run_folder import FolderLock
 from shoal.splitting.batch import Batch, Skipped
 from shoal.splitting.splitters import Progress, TrajectorySplitter, rows_of
 
 PLAN = "plan.json"
 SKIPPED = "skipped.json"
-COUNTS = "counts.jsonl"
 
 
 def split_shards(
@@ -82,21 +81,12 @@ def split_shards(
                 f"{folder} was begun with {other or 'other recordings or settings'}; give another folder, or remove it"
             )
         write_json(folder / PLAN, plan)
-        known = _counts(folder)
         for number, first in enumerate(range(0, len(ids), size)):
             place = folder / f"{number:06d}"
-            made = not place.is_dir()
-            if made:
+            if not place.is_dir():
                 of = None if rewards is None else rewards[first : first + size]
-                counts = _save(
-                    splitter, splitter.results(ids[first : first + size], of, executor=executor), place
-                )
-                _note(folder, place.name, counts)
-                yield place, counts
-            elif (
-                place.name not in known
-            ):  # the run was killed after the shard was written and before it was counted
-                _note(folder, place.name, _counts_of(place))
+                results = splitter.results(ids[first : first + size], of, executor=executor)
+                yield place, _save(splitter, results, place)
             if progress is not None:
                 progress(min(first + size, len(ids)), len(ids))
     finally:
@@ -120,9 +110,14 @@ def read_shards(folder: Path | str) -> Iterator[Batch]:
 
 def count_shards(folder: Path | str) -> dict[str, Any]:
     """Counts of all shards of a folder together; `reasons` has the reason of each skipped id."""
-    shards = _counts(Path(folder)).values()
+    shards = sorted(place for place in Path(folder).glob("[0-9]*") if place.is_dir())
     total: dict[str, Any] = {"shards": len(shards), "reasons": {}}
-    for counts in shards:
+    for place in shards:
+        if (place / SKIPPED).is_file():
+            counts = _counts(None, [Skipped(*item) for item in read_json(place / SKIPPED).items()])
+        else:
+            with reading(place, "is damaged", "; make it again"):
+                counts = read_json(place / "batch.json")["counts"]
         total["reasons"] |= counts.pop("reasons")
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
@@ -131,37 +126,19 @@ def count_shards(folder: Path | str) -> dict[str, Any]:
 
 def _save(splitter: TrajectorySplitter, results: Any, place: Path) -> dict[str, Any]:
     batch, skipped = splitter.collected(results)
+    counts = _counts(batch, skipped)
     if batch is not None:
-        batch.save(place)
+        batch.save(place, counts=counts)
     else:
         with write_folder(place) as new:
             write_json(new / SKIPPED, {item.dataset_id: item.reason for item in skipped})
-    return _summary(batch, skipped)
+    return counts
 
 
-def _counts_of(place: Path) -> dict[str, Any]:
-    if (place / SKIPPED).is_file():
-        return _summary(None, [Skipped(*item) for item in read_json(place / SKIPPED).items()])
-    batch = Batch.load(place)
-    return _summary(batch, batch.skipped)
-
-
-def _summary(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
+def _counts(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
     nothing = {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
     counts: dict[str, Any] = nothing if batch is None else batch.summary()
     return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
-
-
-def _note(folder: Path, shard: str, counts: dict[str, Any]) -> None:
-    append_line(folder / COUNTS, json.dumps({"shard": shard, **counts}).encode() + b"\n", durable=True)
-
-
-def _counts(folder: Path) -> dict[str, dict[str, Any]]:
-    """The counts of shards by their names; a line that a kill cut short has none."""
-    path = folder / COUNTS
-    return {
-        counts.pop("shard"): counts for counts in whole_rows(path.read_bytes() if path.is_file() else b"")
-    }
 
 
 def _settings(splitter: TrajectorySplitter) -> list[Any]:

@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import msgspec
 
 from shoal.core.configuration import read_settings
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, is_number, latest, whole_rows
+from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, is_number, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -239,3 +240,75 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
 def _object(path: Path) -> dict[str, Any]:
     value = msgspec.json.decode(path.read_bytes())
     return value if isinstance(value, dict) else {}
+
+
+# --- which folders are runs
+def folders(root: Path) -> list[Path]:
+    """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder: runs are in runs/ unless --out (run_dir=) said otherwise")
+    found: list[Path] = []
+    for path in _shown(root):
+        found += [path] if is_run(path) else filter(is_run, _shown(path))
+    return found
+
+
+def _shown(folder: Path) -> list[Path]:
+    """The folders inside, but for hidden ones and where nobody may look."""
+    with contextlib.suppress(PermissionError):
+        return sorted(path for path in folder.iterdir() if os.path.isdir(path) and path.name[:1] != ".")
+    return []
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is one of a run."""
+    return any(os.path.exists(path / name) for name in PARTS)  # False too where nobody may look
+
+
+PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db", "trajectories", "batch", UNFINISHED)
+"""One of these makes a folder a run."""
+
+
+def run_folders(asked: Sequence[Path], *, empty: bool = False) -> list[Path]:
+    """The run folders that are meant: each as it is, or those inside.
+
+    Raises:
+        DataError: one holds none, unless it may be `empty`.
+    """
+    found: list[Path] = []
+    for path in asked:
+        inside = [path] if is_run(path) else folders(path)
+        if not inside and not empty:
+            raise DataError(
+                f"{path} holds no run: there is none of {', '.join(PARTS)} in it or in its folders"
+            )
+        found += [folder for folder in inside if folder.resolve() not in {f.resolve() for f in found}]
+    return found
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the files of a run say of it, for a list of runs; broken ones say nothing."""
+    run, rows = Run(path), None
+    metrics = run.summary().get("metrics")
+    metrics = metrics if isinstance(metrics, dict) else {}
+    name = next((key for key in RESULTS if metrics.get(key) is not None), None)
+    with contextlib.suppress(OSError):
+        rows = (path / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
+    return {
+        "run": str(path),
+        "command": command_of(path),
+        "status": run.status(),
+        "seed": run.seed(),
+        "seconds": run.seconds(),
+        "changed": run.written(*PARTS) or time.time(),  # it may be removed while it is looked at
+        "metric": name,
+        "value": None if name is None else metrics[name],
+        "rows": rows,
+    }
+
+
+RESULTS = (
+    "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
+    "skills_completed", "heldout_reward", "reward_mean",
+)  # fmt: skip
+"""The metric that says how well a run did: the first that it has."""

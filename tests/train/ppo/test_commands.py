@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shoal
 from shoal.cli.main import main
+from shoal.core.errors import ConfigError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
 from shoal.train.ppo.checkpoint import checkpoint_step, list_checkpoints
@@ -41,6 +43,9 @@ def test_eval_plays_and_scores_a_run_as_its_policy_does(run, tmp_path, capsys):
     assert (told["returns"], told["eval_return_mean"]) == (played.returns, played.mean)
     summary = read_json(tmp_path / "out" / "summary.json")
     assert (summary["command"], summary["metrics"]["eval_return_mean"]) == ("eval", played.mean)
+    assert shoal.evaluate(run, episodes=5, seed=3).metrics == told
+    with pytest.raises(ConfigError, match="env does nothing with a PPO run"):
+        shoal.evaluate(run, "frozen_lake")
     assert main(["eval", str(run), "--episodes", "2"]) == 0
     assert "return" in capsys.readouterr().out
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_bytes, write_json
+from shoal.core.run_folder import whole_rows
 from shoal.skills.graph.launchers import adopting_launcher
 from shoal.skills.graph.process import DONE
-from shoal.skills.graph.store import SkillRow, Store, VersionRow
+from shoal.skills.graph.store import AttemptRow, SkillRow, Store, VersionRow
 
 
 def skill_folder(row: SkillRow) -> str:
@@ -87,6 +88,32 @@ def condition(store: Store, row: SkillRow, *, held: bool) -> str:
     if last and (store.root / last[0].run_folder / DONE).exists():
         return "done, not merged"
     return "interrupted"
+
+
+def training_seconds(launches: Sequence[AttemptRow], until: float | None = None) -> float:
+    """How long launches took in all; one that runs, `until` a time, or not counted."""
+    ends = [launch.ended or until or launch.started for launch in launches]
+    return sum(max(0.0, end - launch.started) for launch, end in zip(launches, ends, strict=True))
+
+
+LATEST = 1 << 16
+"""Bytes of the metrics of a training that are read for its progress: some hundred updates."""
+
+
+def progress_of(store: Store, row: SkillRow) -> tuple[float | None, int | None, float | None]:
+    """Of a running training the success of its latest evaluation, and the env steps and time of its latest update."""
+    attempts = store.attempts(row.name)
+    if not attempts:
+        return None, None, None
+    path = store.root / attempts[-1].run_folder / "metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LATEST))
+            rows = whole_rows(file.read())
+        evaluated = [row["evaluated_success"] for row in rows if row.get("evaluated_success") is not None]
+        return evaluated[-1] if evaluated else None, rows[-1]["step"], rows[-1]["time"]
+    except (OSError, IndexError, KeyError):
+        return None, None, None
 
 
 def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:

@@ -473,6 +473,14 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     return known | {"rewards": known_rewards} if rewards else known
 
 
+def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a run, as a mapping, those that change what is played, but for the weights."""
+    known = comparable(values)
+    del known["engine"]["model"]
+    wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
+    return {key: known[key] for key in wanted}
+
+
 _FREE = {
     "run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports",
     "agent_proxy.use_parallel_rollout", "agent_proxy.parallel_n_jobs", "agent_proxy.parallel",

@@ -123,6 +123,18 @@ def find_checkpoint(path: Path | str) -> Path:
     )
 
 
+def checkpoint_named(run: Path, wanted: str) -> Path:
+    """The checkpoint of a run that is asked for: "newest", "best", or the env steps after which it was made."""
+    if wanted in ("newest", "best"):
+        return find_checkpoint(run if wanted == "newest" else run / "best")
+    there = {str(checkpoint_step(folder)): folder for folder in list_checkpoints(run / "checkpoints")}
+    if wanted not in there:
+        raise DataError(
+            f"{run} has no checkpoint after {wanted} steps; it has newest, best, {', '.join(there) or 'no other'}"
+        )
+    return there[wanted]
+
+
 def _what_is(path: Path) -> str:
     """What is at a place where no checkpoint is."""
     if not path.is_dir():

@@ -6,17 +6,21 @@ Its settings have the names of the YAML. It is data: read once, checked against 
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError, DataError, ShoalError, did_you_mean
-from shoal.core.files import read_json
+from shoal.core.files import read_json, write_folder, write_json
 from shoal.core.run_folder import finite
 from shoal.rollout.factory import make_roles
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.config import AgentConfig
+from shoal.train.ppo.checkpoint import holds_policy
+from shoal.train.records.checkpoints import read_checkpoint
+from shoal.train.records.read import agent_config_of, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,65 @@ OF_THE_ENGINE = ("name", "dtype", "threads", "max_batch", "cache_tokens", "templ
 """Settings of the engine that what it writes depends on."""
 OF_THE_SPEED = ("use_parallel_rollout", "parallel_n_jobs", "parallel")
 """Settings of a rollout that it does not depend on."""
+
+
+def export_model(
+    run: Path,
+    out: Path,
+    *,
+    to: Literal["hf", "shoal"] = "hf",
+    adapter: bool = False,
+    checkpoint: str = "newest",
+) -> str:
+    """Write the model of a run of agents into a folder of its own, with its `shoal.json`: `shoal export` in Python.
+
+    Args:
+        run: the run folder.
+        out: the new folder; it is there whole or not at all.
+        to: "hf", as transformers loads it, or "shoal", as shoal's engines do.
+        adapter: with LoRA, the adapter alone, unmerged.
+        checkpoint: "newest", "best", or an iteration.
+
+    Returns:
+        The name of the checkpoint.
+
+    Raises:
+        ConfigError: the folder is there already, or the run has no such model.
+        DataError: there is no such checkpoint, or it is damaged.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already: choose a new folder")
+    if holds_policy(run):
+        raise ConfigError(
+            f"{run} is a PPO run, whose policy Python loads: shoal.load_policy({str(run)!r}), and "
+            f".export_onnx('policy.onnx') of it for other programs; shoal eval {run} plays it"
+        )
+    with write_folder(out) as folder:
+
+        def copy(place: Path) -> str:
+            source = place / "engine"
+            kind = read_json(source / "engine.json")["engine"]
+            if adapter and kind != "huggingface-lora":
+                raise ConfigError(f"{run} was trained without LoRA and has no adapter: leave --adapter out")
+            if to == "hf" and not kind.startswith("huggingface"):
+                raise ConfigError(
+                    f"{run} trained the {kind} engine, which transformers does not know: "
+                    f"shoal export {run} {out} --to shoal"
+                )
+            if kind == "huggingface-lora" and to == "hf" and not adapter:
+                from shoal.train.agent.policies.lora import merge_lora
+
+                merge_lora(source, folder)
+                return place.name
+            for file in source.iterdir():
+                if to == "shoal" or file.name != "engine.json":
+                    shutil.copy2(file, folder / file.name)
+            return place.name
+
+        name = read_checkpoint(run, checkpoint, copy)
+        if "custom_envs" in settings_of(run):  # a training on recordings plays nothing
+            write_json(folder / FILE, play_of(agent_config_of(run)))
+    return name
 
 
 def play_of(config: AgentConfig) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import pytest
 from tests.rollout.doubles import FakeServer
 from tests.train.agent.tiny_model import write_tiny_model
 
-from shoal.cli.eval import PANEL_SEED, PANELS
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 from shoal.core.files import sha256_of_folder
+from shoal.train.records.evaluation import PANEL_SEED, PANELS
 
 OPTIONS = ["--env", "bandit", "--episodes", "20", "--json"]
 

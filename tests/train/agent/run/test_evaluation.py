@@ -6,12 +6,15 @@ import pytest
 import yaml
 from tests.records import exchanges
 
-from shoal.cli import eval as evaluation
+import shoal
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
+from shoal.core.errors import ShoalError
 from shoal.core.run_folder import FolderLock
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.records.evaluation import PANELS
+from shoal.train.records.exported import export_model
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +74,42 @@ def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp
     assert max(len(t.turns) for t in another) > 2  # which has a limit of its own
 
 
-def test_nobody_else_writes_where_an_evaluation_will_while_it_plays(run, tmp_path, monkeypatch):
-    out, play = tmp_path / "out", evaluation._play
+def test_evaluate_in_python_gives_what_the_command_prints_and_holds_its_folder_meanwhile(
+    run, tmp_path, capsys
+):
+    words = ["--env", "frozen_lake", "--env-config", "size=3", "--episodes", "70", "--seed", "5"]
+    assert main(["eval", str(run), *words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    out, seen = tmp_path / "out", []
 
-    def playing(*arguments):
+    def progress(played, total):
         assert FolderLock(out / ".lock").is_taken()  # so its summary has the time that playing took, too
-        return play(*arguments)
+        seen.append((played, total))
 
-    monkeypatch.setattr(evaluation, "_play", playing)
-    assert main(["eval", str(run), "--episodes", "2", "--out", str(out)]) == 0
-    assert (out / "summary.json").exists()
+    settings = {"episodes": 70, "seed": 5, "out": out, "progress": progress}
+    found = shoal.evaluate(run, "frozen_lake", {"size": 3}, **settings)
+    assert found.metrics == printed
+    assert (len(found.trajectories), found.metrics["episodes"]) == (70, 70)
+    assert found.metrics["reward"] == pytest.approx(sum(t.reward for t in found.trajectories) / 70)
+    assert list(read_trajectories(out / "trajectories" / "eval.jsonl")) == found.trajectories
+    assert not FolderLock(out / ".lock").is_taken()
+    assert seen[0] == (0, 70)
+    assert seen[-1] == (70, 70)
+    assert sorted(seen) == seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"episodes": 0}, "episodes must be at least 1, got 0"),
+        ({"env_config": {"size": 3}}, "give env too"),
+        ({"video": "film.gif"}, "video films a PPO run"),
+        ({"checkpoint": "77"}, "has no checkpoint '77'"),
+    ],
+)
+def test_evaluate_refuses_what_it_would_pass_over(run, settings, said):
+    with pytest.raises(ShoalError, match=said):
+        shoal.evaluate(run, **settings)
 
 
 def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
@@ -93,7 +122,7 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
     evaluate = ["eval", str(run), "--episodes", "2", "--out", str(out)]
     assert main(evaluate) == 0
     with monkeypatch.context() as disk:
-        disk.setattr("shoal.core.data.write_trajectories", full)
+        disk.setattr("shoal.train.records.evaluation.write_trajectories", full)
         assert main([*evaluate, "--env", "frozen_lake"]) == 1
     assert "No space left" in capsys.readouterr().err
     assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories", "unfinished.jsonl"]
@@ -105,7 +134,7 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
 
 
 def test_a_panel_and_an_evaluation_leave_nothing_of_each_other_in_a_folder(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(evaluation.PANELS, "core", {"frozen_lake": {"size": 3}})
+    monkeypatch.setitem(PANELS, "core", {"frozen_lake": {"size": 3}})
     out = tmp_path / "out"
     evaluate = ["eval", str(run), "--episodes", "2", "--out", str(out)]
     for _ in range(2):
@@ -144,6 +173,9 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
         tmp_path / f"eval-{name}" / "trajectories" / "eval.jsonl" for name in (run.name, "model")
     )
     assert of_run.read_bytes() == of_model.read_bytes()
+    assert export_model(run, tmp_path / "first", to="shoal", checkpoint="0") == "step-000000"
+    for file in (run / "checkpoints" / "step-000000" / "engine").iterdir():
+        assert (tmp_path / "first" / file.name).read_bytes() == file.read_bytes()
     assert main(["export", str(run), str(tmp_path / "hf")]) == 2
     assert "transformers does not know" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 2

@@ -138,10 +138,15 @@ def refuse_other_settings(path: Path, config: AgentConfig) -> None:
         found = begun["agent_proxy"]["max_tokens"]
     except (DataError, OSError, ValueError, LookupError, TypeError):
         return
-    if config.agent_proxy.max_tokens == "auto":  # the run has the number that was found
-        config = replace(config, agent_proxy=replace(config.agent_proxy, max_tokens=found))
-    wanted = config.comparable()
+    wanted = with_tokens(config, found).comparable()
     _refuse_change(path, {name: begun[name] for name in begun if name in wanted}, wanted)
+
+
+def with_tokens(config: AgentConfig, found: Any) -> AgentConfig:
+    """A config that says `max_tokens: auto` with the number that its run has found."""
+    if config.agent_proxy.max_tokens != "auto":
+        return config
+    return replace(config, agent_proxy=replace(config.agent_proxy, max_tokens=found))
 
 
 def _refuse_change(path: Path, begun: Any, wanted: dict[str, Any]) -> None:

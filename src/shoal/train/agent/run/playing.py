@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import DivergedError, EngineError, EnvError
+from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, ShoalError
+from shoal.envs.check import quick_check
 from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
@@ -19,6 +20,8 @@ from shoal.train.agent.processes.distributed import Processes
 from shoal.train.agent.run.filters import collect_with_signal, discounted
 
 logger = logging.getLogger(__name__)
+CHECKED_SEEDS = 32
+"""Episodes of an env that are played before training, as far as ten seconds allow."""
 
 
 def play_groups(
@@ -163,6 +166,21 @@ def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
             raise _spoiled(trajectory)
 
 
+def whole_episodes(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[str]]:
+    """The episodes that came to an end, and a line about the others if there are any.
+
+    Raises:
+        EngineError: all failed; it has the reason of the first.
+    """
+    whole = [t for t in trajectories if t.status == "ok"]
+    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
+    if not whole:
+        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
+    if not failures:
+        return whole, []
+    return whole, [f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}"]
+
+
 def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
     """Check that something can be said and learned of these episodes.
 
@@ -184,3 +202,23 @@ def _spoiled(trajectory: Trajectory) -> DivergedError:
         f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
         f"{trajectory.member}): its weights are spoiled. {LOWER}"
     )
+
+
+def refuse_broken_envs(config: AgentConfig) -> None:
+    """Play a few episodes of the envs of a config, which a fault of them would end later, or spoil.
+
+    Raises:
+        EnvError: says which env breaks which promise, and where.
+        ConfigError: one cannot be made.
+    """
+    sides = config.es_manager.train, config.es_manager.val
+    for tag in sorted({tag for side in sides for tag in side.group_tags()} & config.custom_envs.keys()):
+        kind = config.custom_envs[tag]
+        try:
+            limit = config.vector.step_timeout or math.inf
+            quick_check(kind.env_type, kind.env_config, seeds=CHECKED_SEEDS, seconds=limit)
+        except EnvError as error:
+            off = "trainer.check_envs=false trains all the same"
+            raise EnvError(f"custom_envs.{tag}: {error}\n{off}") from error
+        except (ShoalError, ImportError, AttributeError) as error:
+            raise ConfigError(f"custom_envs.{tag}: {error}") from error

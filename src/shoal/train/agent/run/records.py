@@ -10,15 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.configuration import as_yaml, to_mapping
+from shoal.core.configuration import as_yaml, first_change, read_settings, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers, replacing, write_text
-from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
+from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite, read_summary
 from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise, has_collapsed
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.run.checkpoint import Progress, drop_old, list_checkpoints, refuse_other_settings
+from shoal.train.agent.run.checkpoint import (
+    Progress,
+    drop_old,
+    list_checkpoints,
+    refuse_other_settings,
+    with_tokens,
+)
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 logger = logging.getLogger(__name__)
@@ -51,6 +57,29 @@ def refuse_taken(config: AgentConfig) -> None:
         raise DataError(f"there is no run {run} to go on with: start without resume")
     if checkpoints := list_checkpoints(run / "checkpoints"):
         refuse_other_settings(checkpoints[-1], config)
+
+
+def finished_iterations(config: AgentConfig) -> int:
+    """The iterations of a run in this folder that has come to its end; 0 where there is none, or it goes on.
+
+    Raises:
+        ConfigError: it was made with other settings.
+    """
+    run = Path(config.run_dir or DEFAULT_FOLDER)
+    if not (run / "summary.json").exists():
+        return 0
+    summary = read_summary(run)
+    done = summary["metrics"].get("iterations")
+    if summary.get("status") != "completed" or not isinstance(done, int | float):
+        return 0
+    begun = AgentConfig.read(read_settings(run / "config.yaml"))
+    wanted = with_tokens(config, begun.agent_proxy.max_tokens)
+    change = first_change(begun.comparable(), wanted.comparable())
+    if change and done >= config.trainer.iterations:
+        raise ConfigError(
+            f"{run} is a run with other settings that has come to its end: {change}; use another run_dir"
+        )
+    return int(done)
 
 
 class Records:
