@@ -165,6 +165,13 @@ def test_an_update_that_halves_the_entropy_is_told_at_once_unless_success_rose_w
     assert titles(rows(4, **{**fell, "success": None}), REAL) == []  # PPO
     recovered = {**fell, "entropy": lambda k: [0.36, 0.18, 0.3, 0.35][k]}
     assert titles(rows(4, **recovered), REAL) == []
+    held = {
+        "algorithm": {**REAL["algorithm"], "kl": {"coef": 0.3}}
+    }  # as SmolLM2 was at a safe, which it then opened
+    assert titles(rows(4, **fell), held) == []
+    assert titles(rows(16, **{**fell, "entropy": lambda k: 0.36 if k < 2 else 0.02}), held)[:1] == [
+        "Entropy has collapsed"
+    ]
 
 
 # --- a policy that has collapsed for good

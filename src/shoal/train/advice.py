@@ -23,6 +23,8 @@ FALL = 0.3
 """A rate of success that is so much below its best has collapsed."""
 FEW = 16
 """Held-out episodes that are too few to see a collapse in."""
+HELD = 0.3
+"""Coefficient of a KL penalty from which on it brings back what one update took too far."""
 STILL = 10
 """Iterations without signal after which a policy that is sure of its answers has collapsed for good."""
 
@@ -281,7 +283,7 @@ def _entropy(run: Run) -> Iterator[Advice]:
     if low or now < 0.1 * values[0]:
         text = f"It fell from {values[0]:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new."
         yield Advice("bad", "entropy", "Entropy has collapsed", f"{text} {_against_collapse(run)}")
-    elif (step := _halved(run)) and values[-1] <= values[0] / 2:
+    elif not _held(run, HELD) and (step := _halved(run)) and values[-1] <= values[0] / 2:
         before, after, iteration = step
         text = (
             f"The update of iteration {iteration} took it from {before:.3g} to {after:.3g} nats a token{rate}: that "
@@ -304,15 +306,24 @@ def _against_collapse(run: Run) -> str:
     """What can act here, in the order in which it was seen to help."""
     if run.values("n_minibatches"):  # PPO
         return "Lower the learning rate, or raise entropy_coef."
-    rate, held = run.setting("algorithm.learning_rate"), run.setting("algorithm.kl.coef")
+    rate = run.setting("algorithm.learning_rate")
     remedies = [f"lower algorithm.learning_rate to a third{_now(rate)}", "play more groups an update"]
     if run.setting("engine.name") in (None, "tiny"):  # a fresh model has nothing to hold on to
         remedies.insert(1, "raise algorithm.entropy_coef")
-    elif not (is_number(held) and held >= 1):
-        hold = f"set algorithm.kl.coef=1{_now(held)}, which holds the policy near its start, so that it goes on trying"
+    elif not _held(run, 1):
+        now = _now(run.setting("algorithm.kl.coef"))
+        hold = (
+            f"set algorithm.kl.coef=1{now}, which holds the policy near its start, so that it goes on trying"
+        )
         remedies.insert(0, hold)
     text = ", or ".join(remedies)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _held(run: Run, coef: float) -> bool:
+    """Whether a KL penalty holds the policy as much as this."""
+    now = run.setting("algorithm.kl.coef")
+    return is_number(now) and now >= coef
 
 
 def _now(value: Any) -> str:

@@ -66,7 +66,7 @@ FOLLOWS = (
     Follows("algorithm.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
         "algorithm.learning_rate", 1e-5, _auto, _pretrained,
-        "auto: 0.00001 for a pretrained model: 0.00003 ends SmolLM2-135M's exploration in a few updates",
+        "auto: 0.00001 for a pretrained model: 0.00003 with the KL of GRPO ends SmolLM2-135M's exploration",
     ),
     Follows("algorithm.critic.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
