@@ -367,3 +367,17 @@ async def _streamed(server, place):
         agent.chat.completions.stream(messages=GO, response_format=place, **CHAT) as stream,
     ):
         return (await stream.get_final_completion()).choices[0].message.parsed.city
+
+
+def test_packages_of_anthropic_are_told_in_their_own_code_to_send_the_whole_conversation(serve):  # noqa: F811
+    """`tool_runner` asks the server to keep the conversation, and goes on without if this is the refusal."""
+    server = serve(Saying(), TinyTokenizer([]), max_tokens=9)
+    body = {"messages": GO, "max_tokens": 9, "thread": {"type": "create"}}
+    status, answer = post(server, json.dumps(body).encode(), "a/v1/messages")
+    assert status == 400
+    assert answer["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    status, _ = post(server, json.dumps({**body, "thread": None}).encode(), "a/v1/messages")
+    assert status == 200

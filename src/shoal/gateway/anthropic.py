@@ -23,11 +23,14 @@ from shoal.gateway.chats import (
 from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Choice
 
+THREAD = "thread"
+"""A conversation that the server keeps; packages of Anthropic that are told so send the whole one instead."""
 UNUSED = {"thinking", "context_management", "speed"}
 """Parameters that nothing comes of here."""
 KNOWN = UNUSED | {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
     "tool_choice", "metadata", "service_tier", "output_config", "output_format", "betas", "inference_geo",
+    THREAD,
 }  # fmt: skip
 
 
@@ -38,6 +41,8 @@ def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
         body: the request.
         most: tokens of an answer, at most.
     """
+    if body.get("thread"):
+        raise RefusedError("thread: no conversation is kept here, send the whole one", param=THREAD)
     check(body, KNOWN, {})
     given = body.get("messages")
     if not isinstance(given, list) or not given:

@@ -56,7 +56,10 @@ def _openai_error(error: RefusedError) -> dict[str, Any]:
 
 def _anthropic_error(error: RefusedError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "api_error"
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    found: dict[str, Any] = {"type": kind, "message": str(error)}
+    if error.param == anthropic.THREAD:
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": [anthropic.THREAD]}
+    return {"type": "error", "error": found}
 
 
 WIRES = {
