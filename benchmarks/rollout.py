@@ -159,7 +159,7 @@ def shoal_run(kind: str, n_envs: int, schedule: str, run: int, expected: Any) ->
     """Utilisation and returns of one rollout; the first of the workers' life is not counted."""
     manager = managers.get((kind, n_envs, schedule))
     if manager is None:
-        manager = ParallelRolloutManager(config(kind, n_envs, schedule), SleepEngine(), backend="processes")
+        manager = ParallelRolloutManager(config(kind, n_envs, schedule), SleepEngine(), backend="process")
         managers[kind, n_envs, schedule] = manager
         manager.collect(1000)
     trajectories = manager.collect(run)

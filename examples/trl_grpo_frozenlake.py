@@ -101,7 +101,7 @@ def main(steps: int) -> None:
     torch.set_num_threads(1)
     disable_progress_bars()
     model, tokenizer = make_language_model()
-    with TRLRollout(CONFIG, backend="threads") as rollout:
+    with TRLRollout(CONFIG, backend="thread") as rollout:
         kinds = rollout.config.custom_envs
         engine = HuggingFaceEngine(model, tokenizer)
         makers = {

@@ -137,11 +137,11 @@ def check(code, said):
         (*LAKE, *SLOW_MODEL),
         (*AGENT, *FUNCTION),
         pytest.param((*AGENT, COMMAND, *SLOW_MODEL), marks=pytest.mark.slow),
-        pytest.param((*LAKE, PARALLEL, "agent_proxy.parallel.backend=threads", *SLOW_MODEL), marks=pytest.mark.slow),
+        pytest.param((*LAKE, PARALLEL, "agent_proxy.parallel.backend=thread", *SLOW_MODEL), marks=pytest.mark.slow),
         pytest.param((*LAKE, PARALLEL, "agent_proxy.parallel.backend=serial", *SLOW_MODEL), marks=pytest.mark.slow),
         pytest.param((*LAKE, "engine.name=huggingface", "engine.model={here}/model"), marks=pytest.mark.slow),
         pytest.param((*LAKE, "engine.name=huggingface", "engine.model={here}/model", PARALLEL,
-                      "agent_proxy.parallel.backend=threads"), marks=pytest.mark.slow),
+                      "agent_proxy.parallel.backend=thread"), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_training_of_agents_ends_and_says_last_how_to_go_on(tmp_path, words):

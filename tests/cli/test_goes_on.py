@@ -85,9 +85,9 @@ def commands(run, folder):
         "eval": [*evaluate, "--episodes", "9"],
         "panel": [*evaluate, "--episodes", "5", "--panel", "core"],
         "rollout": [*play, "--backend", "serial"],
-        "rollout threads": [*play, "--backend", "threads", "agent_proxy.parallel_n_jobs=2"],
-        "rollout processes": [*play, "--backend", "processes", "agent_proxy.parallel_n_jobs=3"],
-        "rollout --from": [*play, "--backend", "threads", "--from", str(run)],
+        "rollout threads": [*play, "--backend", "thread", "agent_proxy.parallel_n_jobs=2"],
+        "rollout processes": [*play, "--backend", "process", "agent_proxy.parallel_n_jobs=3"],
+        "rollout --from": [*play, "--backend", "thread", "--from", str(run)],
     }
 
 

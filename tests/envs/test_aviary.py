@@ -96,7 +96,7 @@ def test_episodes_are_the_same_wherever_they_are_played():
         lambda text, key: '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>'
     )
     played = {}
-    for backend in ("serial", "threads", "processes"):
+    for backend in ("serial", "thread", "process"):
         with ParallelRolloutManager(config, engine, backend=backend) as manager:
             played[backend] = manager.collect(0)
     assert len({b"".join(map(encode_trajectory, episodes)) for episodes in played.values()}) == 1

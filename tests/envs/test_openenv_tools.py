@@ -63,7 +63,7 @@ def test_episodes_are_the_same_wherever_they_are_played(url):
         "agent_proxy": {"max_tokens": 99, "parallel_n_jobs": 2},
     }
     played = {}
-    for backend in ("serial", "threads", "processes"):
+    for backend in ("serial", "thread", "process"):
         with ParallelRolloutManager(config, ScriptedEngine(says), backend=backend) as manager:
             played[backend] = manager.collect(0)
     assert len({b"".join(map(encode_trajectory, episodes)) for episodes in played.values()}) == 1

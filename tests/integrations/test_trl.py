@@ -105,7 +105,7 @@ def test_groups_share_their_start_and_the_same_seed_plays_the_same(make_model, t
             assert group[0].env_seed == derive_seed(3, "env", 0, group[0].group)
             assert len({t.turns[0].observation for t in group}) == 1
             assert len({exchanges(t)[0].response_ids for t in group}) > 1
-    again, _, _ = played(make_model, tokenizer, tmp_path, backend="threads")
+    again, _, _ = played(make_model, tokenizer, tmp_path, backend="thread")
     assert names(again) == names(calls)
 
 

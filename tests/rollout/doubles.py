@@ -250,7 +250,7 @@ def kinds(backend):
     found += [*HARMLESS, "engine: context"]
     if backend != "serial":  # which cannot leave its own thread
         found += ["env: hang", "engine: hang"]
-    if backend == "processes":
+    if backend == "process":
         found += ["env: kill", "env: kill once"]
     return found
 

@@ -40,7 +40,7 @@ def wait_for(happened):
     assert happened()
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+@pytest.mark.parametrize("backend", ["thread", "process", "loky"])
 def test_hosts_play_what_has_begun_while_its_caller_does_something_else(calm, backend):
     engine = HashEngine()
     with player(backend, engine) as playing:
@@ -62,7 +62,7 @@ def test_what_the_callers_thread_plays_is_played_when_it_is_waited_for(calm, bac
         assert begun.wait() == calm[4]
 
 
-@pytest.mark.parametrize("backend", ["vector", "serial", "threads"])
+@pytest.mark.parametrize("backend", ["vector", "serial", "thread"])
 def test_one_rollout_is_begun_at_a_time_and_waited_for_once(calm, backend):
     with player(backend, HashEngine()) as playing:
         begun = playing.begin(3, SAMPLING)
@@ -75,7 +75,7 @@ def test_one_rollout_is_begun_at_a_time_and_waited_for_once(calm, backend):
         assert playing.collect(4, SAMPLING) == calm[4]
 
 
-@pytest.mark.parametrize("backend", ["vector", "threads", "processes"])
+@pytest.mark.parametrize("backend", ["vector", "thread", "process"])
 def test_closing_ends_what_has_begun(backend):
     before = set(threading.enumerate())
     playing = player(backend, HashEngine(), nap=0.05)
@@ -92,7 +92,7 @@ def test_closing_ends_what_has_begun(backend):
 
 def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothing(calm):
     engine = HashEngine()
-    with player("processes", engine, nap=0.1) as playing:
+    with player("process", engine, nap=0.1) as playing:
         assert playing.collect(3, SAMPLING) == calm[3]
         asked = sum(engine.batches)
         begun = playing.begin(4, SAMPLING)
@@ -126,7 +126,7 @@ def test_live_envs_and_threads_are_bounded_and_change_no_record(given):
     def before(requests):
         threads[0] = max(threads[0], threading.active_count() - own)
 
-    with ParallelRolloutManager(settings, HashEngine(before), 2, backend="threads") as playing:
+    with ParallelRolloutManager(settings, HashEngine(before), 2, backend="thread") as playing:
         assert playing.collect(4) == serial  # 160 episodes, 80 of each host
     bound = 2 * (given or 64)  # fewer than 64 where memory is short
     assert Living.most <= bound

@@ -9,7 +9,7 @@ from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TinyTokenizer
 
-BACKENDS = ("serial", "threads", "processes")
+BACKENDS = ("serial", "thread", "process")
 
 
 def play(backend, engine=None, env=CounterEnv, **changes):

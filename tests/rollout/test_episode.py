@@ -241,7 +241,7 @@ def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(ca
     assert drifts(caplog) == 0
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("serial", 1), ("threads", 1), ("threads", 3)])
+@pytest.mark.parametrize(("backend", "workers"), [("serial", 1), ("thread", 1), ("thread", 3)])
 def test_drift_that_is_to_be_raised_ends_each_episode_whoever_plays_it(backend, workers):
     """It ended the first one that a worker came to, and the others went on."""
     side = {"env_groups": 3, "group_size": 4, "env_configs": {"tags": ["Lake"]}}

@@ -21,7 +21,7 @@ from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Sampling
 
-BACKENDS = ("serial", "threads", "processes")
+BACKENDS = ("serial", "thread", "process")
 ELSEWHERE = BACKENDS[1:]
 
 
@@ -181,7 +181,7 @@ class Interrupts(Odd):
 
 
 @pytest.mark.parametrize("at_once", [None, 1])  # in threads of a worker, or in its main one
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["thread", "process"])
 def test_an_interrupt_that_an_env_raises_by_itself_is_a_failure_of_its_own(calm, backend, at_once):
     for before, now in zip(
         calm, play(backend, Interrupts, parallel={"episodes_at_once": at_once}), strict=True

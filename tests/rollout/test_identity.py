@@ -98,8 +98,8 @@ def test_episodes_played_one_env_step_abreast_are_those_of_the_serial_rollout(ti
 @pytest.mark.parametrize(
     ("backend", "n_jobs", "n_deaths"),
     [
-        ("processes", 2, 4),
-        pytest.param("processes", 3, 16, marks=pytest.mark.slow),
+        ("process", 2, 4),
+        pytest.param("process", 3, 16, marks=pytest.mark.slow),
         pytest.param("loky", 2, 4, marks=pytest.mark.slow),
     ],
 )
@@ -127,12 +127,12 @@ def smollm2_hash(smollm2):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 3), ("processes", 2), ("loky", 2)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("thread", 3), ("process", 2), ("loky", 2)])
 def test_smollm2_reads_and_writes_the_same_tokens_everywhere(
     smollm2, smollm2_hash, backend, n_jobs, tmp_path
 ):
     assert tokens(play(smollm2, backend, n_jobs, groups=FEWER_GROUPS)[0]) == smollm2_hash
-    if backend != "threads":
+    if backend != "thread":
         changes = {
             "groups": FEWER_GROUPS,
             "faults": deaths(2, FEWER_GROUPS),

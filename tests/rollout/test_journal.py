@@ -137,7 +137,7 @@ def dynamic(playing):
         playing.close()
 
 
-BACKENDS = ["lockstep", "serial", "threads", "processes", pytest.param("loky", marks=pytest.mark.slow)]
+BACKENDS = ["lockstep", "serial", "thread", "process", pytest.param("loky", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("play", [collect, dynamic])
@@ -163,7 +163,7 @@ def test_a_rollout_that_is_broken_off_twice_plays_each_episode_once_and_ends_as_
     assert len(lines) == len(set(lines)) == len(calm)
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_episodes_that_fail_are_played_again_and_fail_alike(backend, tmp_path):
     calm = collect(player("serial", HashEngine(), fault="raise", every=2))
     failed = [t for t in calm if t.status != "ok"]
@@ -183,10 +183,10 @@ def test_a_rollout_that_lost_a_worker_and_was_broken_off_counts_each_episode_onc
     calm, path, once = collect(player("serial", HashEngine())), tmp_path / "file", tmp_path / "once"
     faults = {"fault": "kill", "once": str(once), "every": 1}
     with pytest.raises(BrokenOff):
-        collect(player("processes", HashEngine(), BreakingOff(path, SETTINGS), **faults))
+        collect(player("process", HashEngine(), BreakingOff(path, SETTINGS), **faults))
     assert once.exists()
     once.unlink()  # and once more as it goes on
-    assert collect(player("processes", HashEngine(), Journal(path, SETTINGS), **faults)) == calm
+    assert collect(player("process", HashEngine(), Journal(path, SETTINGS), **faults)) == calm
     assert once.exists()
     assert len(path.read_bytes().splitlines()) == 1 + len(calm)
 
@@ -197,11 +197,11 @@ def test_a_full_disk_ends_a_rollout_and_what_it_wrote_is_kept(tmp_path, monkeypa
     with monkeypatch.context() as disk:
         disk.setattr("shoal.rollout.journal.append_line", full_after(5))
         with pytest.raises(OSError, match="No space left"):
-            collect(player("threads", HashEngine(), Journal(path, SETTINGS)))
+            collect(player("thread", HashEngine(), Journal(path, SETTINGS)))
     assert not path.read_bytes().endswith(b"\n")
     kept = Journal(path, SETTINGS)
     assert kept.count == 5
-    assert collect(player("processes", HashEngine(), kept)) == calm
+    assert collect(player("process", HashEngine(), kept)) == calm
     assert Journal(path, SETTINGS).count == len(calm)
 
 

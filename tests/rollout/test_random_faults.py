@@ -16,7 +16,7 @@ from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngi
 
 from shoal import ParallelRolloutManager, derive_seed
 
-BACKENDS = ("serial", "threads", "processes")
+BACKENDS = ("serial", "thread", "process")
 SEED, ITERATION = 7, 4
 PATIENCE = 60
 """Seconds within which what a rollout started has ended."""

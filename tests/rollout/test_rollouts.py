@@ -37,7 +37,7 @@ def calm():
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
-@pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 1), ("threads", 8), ("processes", 3)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("thread", 1), ("thread", 8), ("process", 3)])
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
 ):
@@ -54,24 +54,24 @@ def test_a_serial_rollout_tells_how_busy_its_engine_was(calm):
 
 def test_the_barrier_runs_one_batch_a_turn_and_the_lock_one_request():
     engine = HashEngine()
-    play("threads", parallel={"schedule": "barrier"}, engine=engine)
+    play("thread", parallel={"schedule": "barrier"}, engine=engine)
     assert engine.batches == [16] * 6
     engine = HashEngine()
-    play("threads", parallel={"max_batch": 1}, engine=engine)
+    play("thread", parallel={"max_batch": 1}, engine=engine)
     assert engine.batches == [1] * 96
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_few_envs_that_play_many_episodes_give_the_same(calm, at_once):
     settings = {"episodes_at_once": at_once, "keep_envs": True}
-    with ParallelRolloutManager(config(parallel=settings), HashEngine(), backend="processes") as manager:
+    with ParallelRolloutManager(config(parallel=settings), HashEngine(), backend="process") as manager:
         assert manager.collect(4) == calm
         assert manager.collect(5) != calm
         assert manager.collect(4) == calm
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["thread", "process"])
 def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, at_once):
     engine = HashEngine()
     settings = config(parallel={"schedule": "barrier", "episodes_at_once": at_once})
@@ -83,7 +83,7 @@ def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, a
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
-@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+@pytest.mark.parametrize("backend", ["thread", "process", "loky"])
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(calm, backend, schedule):
     settings = config(nap=0.02, parallel={"schedule": schedule, "episodes_at_once": 2})
     with ParallelRolloutManager(settings, InterruptingEngine(), backend=backend) as manager:
@@ -106,7 +106,7 @@ def check_failures(calm, played, status, cause):
             assert not now.success
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+@pytest.mark.parametrize("backend", ["thread", "process", "loky"])
 @pytest.mark.flaky(reruns=2)
 def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     clock = time.monotonic()
@@ -115,7 +115,7 @@ def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     check_failures(calm, played, "timeout", r"step\(\d\) failed: no answer within 0.6 s")
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["thread", "process"])
 @pytest.mark.flaky(reruns=2)
 def test_a_constructor_may_have_more_time_than_a_step(calm, backend):
     limits = {"step_timeout": 0.5, "make_timeout": 30}
@@ -139,7 +139,7 @@ def test_a_constructor_that_takes_too_long_is_given_up_though_steps_may_take_for
     settings = config(groups=1, n_jobs=n_jobs, parallel=parallel)
     settings["custom_envs"]["Counter"]["env_type"] = "test_slow_here"
     envs.register("test_slow_here", SlowInThreads, replace=True)
-    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as m:
+    with ParallelRolloutManager(settings, HashEngine(), backend="thread") as m:
         began = time.monotonic()
         played = m.collect(4)
         assert time.monotonic() - began < 18
@@ -183,7 +183,7 @@ def test_envs_of_a_rollout_are_closed_with_it_or_kept_until_the_manager_is(keep,
     monkeypatch.setattr(CounterEnv, "__init__", lambda env, *a, **k: made.append(env) or start(env, *a, **k))
     monkeypatch.setattr(CounterEnv, "close", lambda env: closed.append(env))
     settings = config(groups=3, parallel={"keep_envs": keep})
-    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
+    with ParallelRolloutManager(settings, HashEngine(), backend="thread") as manager:
         looked_at = len(made)
         manager.collect(0)
         played = set(map(id, made[looked_at:]))
@@ -210,13 +210,13 @@ def test_an_env_that_cannot_be_made_is_data(calm):
     envs.register("test_unmakable", Unmakable, replace=True)
     settings = config()
     settings["custom_envs"]["Counter"]["env_type"] = "test_unmakable"
-    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
+    with ParallelRolloutManager(settings, HashEngine(), backend="thread") as manager:
         played = manager.collect(4)
     assert all(t.status == "env_error" and "make failed: OSError: no such world" in t.error for t in played)
     assert len(played) == len(calm)
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_the_first_failure_is_told_with_its_line_and_those_like_it_are_counted(backend, caplog):
     played, _ = play(backend, fault="raise", parallel={"env_retries": 2})
     failed = sum(t.status == "env_error" for t in played)
@@ -227,7 +227,7 @@ def test_the_first_failure_is_told_with_its_line_and_those_like_it_are_counted(b
     )
 
 
-@pytest.mark.parametrize("backend", ["processes", "loky"])
+@pytest.mark.parametrize("backend", ["process", "loky"])
 def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, caplog):
     with caplog.at_level(logging.WARNING, "shoal.rollout"):
         played, report = play(backend, fault="kill", parallel={"max_deaths": 1})
@@ -242,7 +242,7 @@ def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, 
 
 
 def test_a_worker_that_dies_once_changes_nothing(calm, tmp_path):
-    played, report = play("processes", fault="kill", once=str(tmp_path / "once"))
+    played, report = play("process", fault="kill", once=str(tmp_path / "once"))
     assert played == calm
     assert report.worker_deaths == 1
     assert 0 < report.replayed_episodes <= 8
@@ -253,7 +253,7 @@ def test_where_no_worker_can_be_started_episodes_are_played_here(calm, monkeypat
         raise HostsFailedError("there is no room")
 
     monkeypatch.setattr(ProcessHosts, "_start", fails)
-    assert play("processes")[0] == calm
+    assert play("process")[0] == calm
     assert "there is no room; the 16 episodes that are left are played here, in sequence" in caplog.text
 
 
@@ -268,7 +268,7 @@ def test_an_episode_that_may_have_ended_its_worker_is_not_played_here(monkeypatc
 
     monkeypatch.setattr(ProcessHosts, "_start", once)
     with pytest.raises(WorkerError, match="there is no room; and no process can be started for the episodes"):
-        play("processes", fault="kill", every=1)
+        play("process", fault="kill", every=1)
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_two_hundred_killed_workers_leave_the_calm_result():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["processes", "loky"])
+@pytest.mark.parametrize("backend", ["process", "loky"])
 def test_an_env_that_freezes_its_whole_process_is_given_up(calm, backend):
     settings = {"step_timeout": 3.0, "max_deaths": 1}
     played, report = play(backend, fault="freeze", parallel=settings)
@@ -313,7 +313,7 @@ def test_an_env_that_freezes_its_whole_process_is_given_up(calm, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["processes", "loky"])
+@pytest.mark.parametrize("backend", ["process", "loky"])
 def test_the_limits_of_envs_do_not_count_what_their_process_imports(tmp_path, monkeypatch, backend):
     """Elsewhere than here, the module of the env takes longer than its limit and what is added for a sign of life."""
     (tmp_path / "slow_to_import.py").write_text(
@@ -343,7 +343,7 @@ def test_refills_are_further_whole_groups_and_only_groups_with_signal_are_kept()
 
 
 def test_settings_that_cannot_run_are_refused():
-    with pytest.raises(ConfigError, match="no rollout backend named 'proceses'. Did you mean 'processes'"):
+    with pytest.raises(ConfigError, match="no rollout backend named 'proceses'. Did you mean 'process'"):
         ParallelRolloutManager(config(), HashEngine(), backend="proceses")
     for wrong in (0, "2", 1.5, True):
         with pytest.raises(ConfigError, match=f"n_jobs must be -1 .* got {wrong!r}"):
@@ -356,7 +356,7 @@ def test_settings_that_cannot_run_are_refused():
         ParallelRolloutManager(config(parallel={"step_timeout": 0}), HashEngine())
 
 
-@pytest.mark.parametrize("backend", ["serial", "processes"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
 def test_numbers_that_cannot_reach_workers_are_refused_on_every_backend(backend):
     with ParallelRolloutManager(config(), HashEngine(), seed=2**64, backend=backend) as manager:
         with pytest.raises(
@@ -371,7 +371,7 @@ def test_numbers_that_cannot_reach_workers_are_refused_on_every_backend(backend)
         assert all(t.status == "ok" for t in manager.collect(0))
 
 
-@pytest.mark.parametrize("backend", ["serial", "processes"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
 def test_numbers_of_numpy_name_the_same_episodes(backend):
     with ParallelRolloutManager(config(), HashEngine(), seed=np.int64(7), backend=backend) as manager:
         played = manager.collect(np.int32(2), first_group=np.uint8(1), n_groups=np.int64(2))
@@ -382,7 +382,7 @@ def test_numbers_of_numpy_name_the_same_episodes(backend):
 
 def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed():
     settings = config(groups=2, members=1, n_jobs=1, fault="kill", every=1, parallel={"max_deaths": 2})
-    played, report = play("processes", settings)
+    played, report = play("process", settings)
     assert [t.error.startswith("2 workers that played it were lost") for t in played] == [True, True]
     assert 4 <= report.worker_deaths <= 6  # at most twice both in one, then each alone twice
     assert report.seconds > 0
@@ -415,7 +415,7 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
         assert filter_groups(played)[1].too_few == 1
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["thread", "process"])
 @pytest.mark.flaky(reruns=2)
 def test_workers_keep_the_step_timeout_of_the_envs_unless_they_have_their_own(calm, backend):
     settings = config(fault="hang") | {"vector": {"step_timeout": 0.7}}

@@ -83,7 +83,7 @@ def test_a_turn_on_worker_processes_passes_few_files_functions_and_threads(engin
 
     threading.setprofile(noted)
     try:
-        with ParallelRolloutManager(settings, engine(before), backend="processes") as manager:
+        with ParallelRolloutManager(settings, engine(before), backend="process") as manager:
             manager.inference.loop.run(profile(noted))
             (played,) = manager.collect(4)
             manager.inference.loop.run(profile(None))

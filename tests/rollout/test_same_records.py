@@ -26,8 +26,8 @@ KNOWN = {
 }
 PLACES = [
     ("serial", 1),
-    ("threads", 2),
-    ("processes", 3),
+    ("thread", 2),
+    ("process", 3),
     ("loky", 2),
     ("threading", 2),
     ("vector serial", 1),
@@ -72,7 +72,7 @@ def test_tools_leave_the_known_records_everywhere(backend, n_jobs):
     assert play(backend, n_jobs, engine, Sampling(999, 1.0, ("</action>",)), tools) == KNOWN["tools"]
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("processes", 3)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("process", 3)])
 def test_programs_leave_the_known_records(backend, n_jobs):
     settings = config(groups=3)
     program = {"function": "agent_functions:play", "folder": str(PROGRAMS)}

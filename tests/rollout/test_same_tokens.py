@@ -42,12 +42,12 @@ LIMITS = ["agent_proxy.top_p=0.9", "agent_proxy.top_k=40", "agent_proxy.min_p=0.
 """Of tokens that may be sampled."""
 SLOTS = {"cache_tokens": 8192, "max_batch": 4}
 PLACES = [
-    ("threads", 2),
-    ("processes", 3),
+    ("thread", 2),
+    ("process", 3),
     ("loky", 2),
     ("threading", 2),
     pytest.param("multiprocessing", 2, marks=pytest.mark.slow),
-    pytest.param("processes", 4, marks=pytest.mark.slow),
+    pytest.param("process", 4, marks=pytest.mark.slow),
     pytest.param("ray", 2, marks=[pytest.mark.slow, pytest.mark.ray]),
 ]
 
@@ -150,7 +150,7 @@ def test_base_parallel_plays_the_known_tokens_everywhere(serial, backend, n_jobs
     assert known("base-parallel", found)
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 2), ("processes", 3)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("thread", 2), ("process", 3)])
 def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_jobs):
     found = of_llama(backend, n_jobs)
     assert found == serial["llama"]
@@ -160,15 +160,15 @@ def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_job
 @pytest.mark.parametrize("settings", [{}, SLOTS], ids=["rows", "slots"])
 @pytest.mark.parametrize(("name", "changes"), [("llama", []), ("llama limited", LIMITS)])
 def test_rows_and_slots_write_the_known_tokens(settings, name, changes):
-    assert known(name, of_llama("threads", 2, *changes, **settings))
+    assert known(name, of_llama("thread", 2, *changes, **settings))
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("threads", 2), ("processes", 2)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("thread", 2), ("process", 2)])
 def test_a_server_writes_the_known_tokens_everywhere(backend, n_jobs):
     assert known("server", of_server(backend, n_jobs))
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_tools_are_shown_and_answered_in_the_known_tokens_everywhere(backend):
     assert known("tools", of_tools(backend))
 

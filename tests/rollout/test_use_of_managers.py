@@ -10,7 +10,7 @@ from tests.rollout.doubles import HashEngine, InterruptingEngine, config
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.play import ParallelRolloutManager
 
-BACKENDS = ("serial", "threads", "processes")
+BACKENDS = ("serial", "thread", "process")
 
 
 def manager_of(backend, engine=None, **changes):
@@ -74,7 +74,7 @@ def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(c
         assert manager.collect(4) == calm[4]
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_threads_end_soon_after_an_interruption(backend):
     engine, before = InterruptingEngine(), set(threading.enumerate())
     with manager_of(backend, engine, nap=0.1, groups=30, max_steps=50) as manager:

@@ -86,14 +86,14 @@ def check_only_group_1_ends(calm, played):
 def test_a_wrong_answer_ends_its_own_episode_and_costs_no_worker(calm, how):
     engine = Bent()
     engine.how = how
-    for backend in ("lockstep", "serial", "threads"):
+    for backend in ("lockstep", "serial", "thread"):
         check_only_group_1_ends(calm, play(backend, engine))
-    with ParallelRolloutManager(config(), engine, backend="processes") as manager:
+    with ParallelRolloutManager(config(), engine, backend="process") as manager:
         check_only_group_1_ends(calm, manager.collect(4))
         assert manager.report.worker_deaths == 0
 
 
-@pytest.mark.parametrize("backend", ["lockstep", "threads"])
+@pytest.mark.parametrize("backend", ["lockstep", "thread"])
 def test_a_token_that_the_tokenizer_cannot_decode_ends_its_own_episode(calm, backend):
     played = play(backend, Undecodable())
     check_only_group_1_ends(calm, played)

@@ -80,7 +80,7 @@ def play(backend, engine):
         return manager.collect(4)
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["thread", "process"])
 def test_an_episode_that_fills_the_context_is_truncated_and_counted(backend):
     roomy, short = play("serial", HashEngine()), play(backend, Short())
     assert len(short) == len(roomy) == 32

@@ -146,7 +146,7 @@ class Remembering(HashEngine):
 
 def test_all_turns_of_an_episode_ask_the_replica_that_keeps_its_prefix(make):
     engine = make(Remembering, replicas=3)
-    with ParallelRolloutManager(config(groups=4, members=2), engine, 2, backend="threads") as manager:
+    with ParallelRolloutManager(config(groups=4, members=2), engine, 2, backend="thread") as manager:
         played = manager.collect(0)
     assert all(len(episode.turns) > 1 for episode in played)
     asked = [actor.replica.inner.asked for actor in engine._actors]

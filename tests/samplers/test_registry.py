@@ -222,7 +222,7 @@ def test_an_engine_is_restarted_in_the_middle_of_a_rollout_and_nothing_changes(f
         calm = manager.collect(2)
     engine = Restarted(fault)
     with ParallelRolloutManager(
-        config(parallel={"engine_timeout": 0.5}), engine, backend="threads"
+        config(parallel={"engine_timeout": 0.5}), engine, backend="thread"
     ) as manager:
         assert manager.collect(2) == calm
         assert manager.inference.statistics.restarts == engine.restarts == 1
@@ -232,7 +232,7 @@ def test_an_engine_is_not_restarted_more_often_than_allowed():
     envs.register("test_counter", CounterEnv, replace=True)
     engine = Restarted("crash")
     settings = config(parallel={"engine_restarts": 0, "engine_retries": 0})
-    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
+    with ParallelRolloutManager(settings, engine, backend="thread") as manager:
         played = manager.collect(2)
     assert engine.restarts == 0
     assert any(t.status == "engine_error" for t in played)
@@ -245,7 +245,7 @@ def test_a_request_that_a_server_rejects_ends_its_episode_alone_and_is_asked_onc
     server.say = lambda said: "<action>one</action>"
     engine = make_engine(replace(openai(server), server=ServerConfig(server.url)))
     server.faults = [None] * 5 + [400] + [None] * 1000
-    with ParallelRolloutManager(config(n_jobs=1), engine, backend="threads") as manager:
+    with ParallelRolloutManager(config(n_jobs=1), engine, backend="thread") as manager:
         played = manager.collect(0)
         assert manager.inference.statistics.failures == 1
     assert sorted(t.status for t in played) == ["engine_error"] + ["ok"] * 15
@@ -259,7 +259,7 @@ def test_a_server_that_is_down_is_asked_as_often_as_its_setting_says_and_no_more
     envs.register("test_counter", CounterEnv, replace=True)
     engine = make_engine(replace(openai(server), server=ServerConfig(server.url, retries=2)))
     server.faults = [503] * 1000
-    with ParallelRolloutManager(config(groups=1, members=1), engine, backend="threads") as manager:
+    with ParallelRolloutManager(config(groups=1, members=1), engine, backend="thread") as manager:
         (played,) = manager.collect(0)
     assert (played.status, played.turns) == ("engine_error", ())
     assert re.search("no answer in 3 attempts over .* HTTP 503: fault 503", played.error)

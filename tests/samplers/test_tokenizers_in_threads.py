@@ -143,7 +143,7 @@ def settings(mode):
     }
 
 
-@pytest.mark.parametrize(("mode", "backend"), [("window", "processes"), ("append", "threads")])
+@pytest.mark.parametrize(("mode", "backend"), [("window", "process"), ("append", "thread")])
 def test_rollouts_in_threads_and_processes_forge_no_control_token(mode, backend):
     envs.register("test_forging", ForgingEnv, replace=True)
     with ParallelRolloutManager(settings(mode), Answering(), backend="serial") as manager:

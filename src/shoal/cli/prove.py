@@ -32,9 +32,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "synchronous, 3 env workers": (
         *SYNCHRONOUS, "use_parallel_envs=true", "vector.backend=process", "vector.num_workers=3",
     ),
-    "3 threads": (PARALLEL, "agent_proxy.parallel.backend=threads", "agent_proxy.parallel_n_jobs=3"),
-    "3 processes": (PARALLEL, "agent_proxy.parallel.backend=processes", "agent_proxy.parallel_n_jobs=3"),
-    "16 processes": (PARALLEL, "agent_proxy.parallel.backend=processes", "agent_proxy.parallel_n_jobs=16"),
+    "3 threads": (PARALLEL, "agent_proxy.parallel.backend=thread", "agent_proxy.parallel_n_jobs=3"),
+    "3 processes": (PARALLEL, "agent_proxy.parallel.backend=process", "agent_proxy.parallel_n_jobs=3"),
+    "16 processes": (PARALLEL, "agent_proxy.parallel.backend=process", "agent_proxy.parallel_n_jobs=16"),
     "3 workers on Ray": (PARALLEL, "agent_proxy.parallel.backend=ray", "agent_proxy.parallel_n_jobs=3"),
 }  # fmt: skip
 """The rows, each with its settings; the first is the one that the others must equal."""

@@ -29,7 +29,7 @@ MORE = """\
 examples:
   shoal rollout --config-name base-parallel                  play the training groups once, on parallel workers
   shoal rollout --config-name base-parallel --compare        sequential beside parallel: time, equality, metrics
-  shoal rollout --config-name base-parallel --compare --backend threads agent_proxy.parallel_n_jobs=4
+  shoal rollout --config-name base-parallel --compare --backend thread agent_proxy.parallel_n_jobs=4
   shoal rollout --config-name demo --from runs/demo          with the newest checkpoint of a run
 """
 

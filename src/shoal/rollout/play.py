@@ -400,7 +400,7 @@ class TrajectoryCollector(Closing):
         return None
 
     def worker_pids(self) -> list[int]:
-        """The worker processes that run now (of the "processes" backend and of replays)."""
+        """The worker processes that run now (of the "process" backend and of replays)."""
         return [] if self._hosts is None else self._hosts.pids()
 
     # --- playing
@@ -618,7 +618,7 @@ class ParallelRolloutManager(TrajectoryCollector):
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
         chosen = backend or proxy.parallel.backend
-        self.backend: str = "processes" if chosen == "auto" else chosen
+        self.backend: str = "process" if chosen == "auto" else chosen
         if self.backend not in get_args(Backend):
             near = did_you_mean(self.backend, get_args(Backend))
             raise ConfigError(f"no rollout backend named {self.backend!r}.{near}")

@@ -20,7 +20,7 @@ from shoal.samplers.sampler import Sampling
 
 MOST_AT_ONCE, ENV_MEMORY = 64, 64 << 20
 """Episodes of one host at once, at most, and free memory in bytes that each needs, where nothing else is said."""
-Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
+Backend = Literal["auto", "serial", "thread", "process", "loky", "threading", "multiprocessing", "ray"]
 """Where episodes are played: the caller's thread, threads, processes, tasks of joblib, or Ray actors."""
 
 
@@ -29,7 +29,7 @@ class ParallelConfig:
     """How a parallel rollout is run; nothing here changes a trajectory."""
 
     backend: Backend = "auto"
-    """Where episodes are played; "auto" is "processes"."""
+    """Where episodes are played; "auto" is "process"."""
     schedule: Schedule = "adaptive"
     """When an engine that works in batches runs: "adaptive", whenever it is free and something waits, or "barrier",
     when all episodes at play have asked (lockstep)."""

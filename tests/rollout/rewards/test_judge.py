@@ -78,7 +78,7 @@ def letters(episodes):
     return [len(episode.turns[-1].response) / 2 for episode in episodes]
 
 
-def play(*rewards, backend="threads", answers=None, iteration=4, **changes):
+def play(*rewards, backend="thread", answers=None, iteration=4, **changes):
     with (
         Judge(rewards, answers) as judge,
         ParallelRolloutManager(config(**changes), HashEngine(), backend=backend, judge=judge) as manager,
@@ -121,7 +121,7 @@ def test_a_record_without_rewards_is_the_same_to_the_byte(calm):
     assert without_scores(calm) == calm
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("processes", 2)])
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("process", 2)])
 def test_scores_are_equal_on_every_backend(server, command, backend, n_jobs):
     rewards = letters, command(""), model(server)
     assert play(*rewards, backend=backend, n_jobs=n_jobs) == play(*rewards)
@@ -145,7 +145,7 @@ def test_dynamic_sampling_compares_the_judged_reward():
 
     with (
         Judge(["by_group"]) as judge,
-        ParallelRolloutManager(config(), HashEngine(), backend="threads", judge=judge) as manager,
+        ParallelRolloutManager(config(), HashEngine(), backend="thread", judge=judge) as manager,
     ):
         played, kept, report = collect_with_signal(manager, 0, SAMPLING, max_batches=3)
     assert {episode.group for episode in kept} == {1, 3, 5, 7, 9, 11, 13, 15}
@@ -159,7 +159,7 @@ def test_rewards_of_the_settings_are_used_by_a_manager_and_kept_beside_its_journ
 
     def collect():
         journal = Journal(tmp_path / "unfinished.jsonl", {})
-        with ParallelRolloutManager(settings, HashEngine(), backend="threads", journal=journal) as manager:
+        with ParallelRolloutManager(settings, HashEngine(), backend="thread", journal=journal) as manager:
             return manager.collect(4)
 
     first, asked = collect(), len(server.seen)
@@ -449,7 +449,7 @@ def test_episodes_are_judged_while_others_are_played():
     settings = config(n_jobs=1, parallel={"episodes_at_once": 1})
     with (
         Judge([scores]) as judge,
-        ParallelRolloutManager(settings, engine, backend="threads", judge=judge) as manager,
+        ParallelRolloutManager(settings, engine, backend="thread", judge=judge) as manager,
     ):
         manager.collect(0)
     assert engine.in_time
@@ -466,7 +466,7 @@ def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
         return [1.0] * len(episodes)
 
     manager = ParallelRolloutManager(
-        {**config(), "rewards": [{"name": "waits"}]}, HashEngine(), backend="threads"
+        {**config(), "rewards": [{"name": "waits"}]}, HashEngine(), backend="thread"
     )
 
     def collect():

@@ -56,7 +56,7 @@ def play(engine, backend="serial", **changes):
 @pytest.mark.parametrize("mode", ["append", "window"])
 def test_episodes_are_the_same_wherever_they_are_played(mode):
     engine = ScriptedEngine(opens)
-    played = {b: play(engine, b, mode=mode) for b in ("serial", "threads", "processes")}
+    played = {b: play(engine, b, mode=mode) for b in ("serial", "thread", "process")}
     for backend in ("serial", "process"):
         train, _ = make_environments(config(mode) | {"vector": {"backend": backend}})
         collector = TrajectoryCollector(

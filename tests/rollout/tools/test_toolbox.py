@@ -60,7 +60,7 @@ def play(settings, engine, backend="serial", **more):
 @pytest.mark.parametrize("mode", ["append", "window"])
 def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
-    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes")}
+    played = {b: play(settings, engine, b) for b in ("serial", "thread", "process")}
     train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
     with Toolbox(NAMED) as toolbox:
         prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
@@ -204,7 +204,7 @@ def test_a_server_that_dies_in_each_try_fails_the_episode_which_is_counted(box):
     assert "ended in a call of die, twice" in episode.error
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_each_episode_has_a_server_of_its_own_from_its_first_call_to_its_end(backend):
     pytest.importorskip("mcp")
     names = {}
@@ -320,7 +320,7 @@ def test_a_rollout_repeats_from_its_record_when_all_tools_are_gone(tmp_path):
     with (tmp_path / "tool_uses.jsonl").open("ab") as record:
         record.write(b'[["Lake",0,1')  # what a kill cut off
     functions_gone = config([{"recorded": str(tmp_path)}])
-    for backend in ("serial", "processes"):
+    for backend in ("serial", "process"):
         assert play(functions_gone, engine, backend) == played
     with Toolbox([{"recorded": str(tmp_path)}]) as recorded:
         assert not any(tool.function for tool in recorded.tools.values())

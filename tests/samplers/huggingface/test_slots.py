@@ -188,7 +188,7 @@ def test_a_rollout_that_asks_slots_has_the_tokens_of_one_in_rows():
     played = []
     for tokens in (0, ROOMY):
         engine = llama_engine(context=400, cache_tokens=tokens)
-        with ParallelRolloutManager(config, engine, 2, backend="threads") as manager:
+        with ParallelRolloutManager(config, engine, 2, backend="thread") as manager:
             played.append([call for t in manager.collect(0) for call in t.calls])
     torch.set_num_threads(before)
     rows, slots = played

@@ -22,7 +22,7 @@ def play(sampler):
     """Two episodes of two turns at once; how they ended."""
     envs.register("test_counter", CounterEnv, replace=True)
     settings = config(groups=2, members=1, max_steps=2)
-    with ParallelRolloutManager(settings, sampler, backend="threads") as manager:
+    with ParallelRolloutManager(settings, sampler, backend="thread") as manager:
         return [(t.status, len(t.turns)) for t in manager.collect(4)]
 
 

@@ -146,7 +146,7 @@ def finished(calm_folder, tmp_path):
         ),
         ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=3"],
         pytest.param(
-            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"],
+            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -297,9 +297,9 @@ def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, An
     """The hosts of a backend; none of "serial", which plays in the caller's thread."""
     if backend == "serial":
         return None
-    if backend == "threads":
+    if backend == "thread":
         return LocalHosts(partial(ThreadHost, setup), count)
-    if backend == "processes":
+    if backend == "process":
         return ProcessHosts(setup, count)
     if backend == "ray":
         from shoal.rollout.hosts.ray import RayHosts
@@ -319,7 +319,7 @@ def pickled(setup: Setup) -> bytes:
         return dumps(([item for item in sys.path if isinstance(item, str)], dumps(setup)))
     except Exception as error:
         raise ConfigError(
-            f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
+            f"this rollout cannot be sent to a worker process ({error}); use backend='thread'"
         ) from error
 
 

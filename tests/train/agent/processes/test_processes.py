@@ -145,7 +145,7 @@ def test_two_processes_train_otherwise_as_one_does(alone, tmp_path, how, shardin
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_shared_engine_that_answers_workers_trains_the_same(alone, tmp_path, sharding):
     """Requests come from threads, while the parameters of shards are whole."""
-    settings = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"]
+    settings = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"]
     done = launch(tmp_path / "run", 2, "trainer.iterations=3", f"trainer.sharding={sharding}", *settings)
     assert done.returncode == 0, done.stderr
     same_weights(alone, tmp_path / "run", FINE)

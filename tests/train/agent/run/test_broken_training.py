@@ -19,7 +19,7 @@ def test_an_engine_that_answers_nothing_ends_the_run(tmp_path, monkeypatch, para
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(TinyEngine, "generate", broken)
-    workers = [f"agent_proxy.use_parallel_rollout={parallel}", "agent_proxy.parallel.backend=threads"]
+    workers = [f"agent_proxy.use_parallel_rollout={parallel}", "agent_proxy.parallel.backend=thread"]
     with pytest.raises(
         EngineError, match=r"all 2 episodes of the evaluation failed; the first: .*the device is lost"
     ):

@@ -56,7 +56,7 @@ RUNS = {
     ),
     "critic, on parallel workers": (
         "demo", "algorithm.adv_estimator=gae", "agent_proxy.use_parallel_rollout=true",
-        "agent_proxy.parallel.backend=threads",
+        "agent_proxy.parallel.backend=thread",
     ),
     "several envs": ("mixed", "es_manager.train.env_groups=5", "es_manager.val.env_groups=3",
                      "algorithm.filter_groups.enable=false"),

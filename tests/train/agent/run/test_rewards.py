@@ -112,7 +112,7 @@ def test_the_settings_name_rewards_and_workers_give_the_same_scores(tmp_path, se
     listed = f"rewards=[turns, {{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}]"
     use = [
         "agent_proxy.use_parallel_rollout=true",
-        "agent_proxy.parallel.backend=threads",
+        "agent_proxy.parallel.backend=thread",
         "trainer.iterations=1",
     ]
     config = compose_config(

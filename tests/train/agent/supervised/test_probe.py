@@ -53,7 +53,7 @@ def test_a_model_that_hardly_ever_names_an_action_is_warmed_up_and_the_run_says_
         tmp_path / "two",
         small_model,
         "agent_proxy.use_parallel_rollout=true",
-        "agent_proxy.parallel.backend=threads",
+        "agent_proxy.parallel.backend=thread",
     )
     assert again == (row, weights)
 
