@@ -187,7 +187,7 @@ def test_pairs_of_preferences_and_other_layouts_say_what_is_missing(tmp_path):
     )
     with pytest.raises(DataError, match="'chosen' changes what"):
         reader.read("a")
-    with pytest.raises(DataError, match="a list of messages in 'messages', got only conversations"):
+    with pytest.raises(DataError, match="'prompt' and 'completion'\\), got only conversations"):
         reader.read("a-000001")
 
 

@@ -42,7 +42,8 @@ CHAT: Shape = {
     **dict.fromkeys((
         "id", "task_id", "uid", "reward", "images", "system", "tools", "tool_defs", "functions", *MARKS,
     )),
-    "messages": MESSAGE,
+    "messages": MESSAGE, "prompt": MESSAGE, "completion": MESSAGE,
+    "conversations": {**MESSAGE, "from": None, "value": None},
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from shoal.splitting.readers.recordings import (
     short_id,
     shortage,
 )
+from shoal.splitting.readers.rows import messages_of
 
 logger = logging.getLogger(__name__)
 KINDS: dict[bytes, str] = {
@@ -295,7 +296,9 @@ class RecordReader:
 class ChatReader(RecordReader):
     """OpenAI chats: a record is a list of messages, or an object with `messages`.
 
-    Where known, `id`, `task_id` and `reward` stand beside the messages, and:
+    Instead of these an object may have `conversations` (ShareGPT: turns of `from` and `value`), or a `prompt` and a
+    `completion`, both lists of messages (TRL), of which answers in the prompt are context. Where known, `id`, `task_id`
+    and `reward` stand beside the messages, and:
 
     - `system`, a system prompt to put before them;
     - `tools` (`tool_defs` of verifiers, `functions`), what the model could call, as a list or its JSON text;
@@ -311,12 +314,7 @@ class ChatReader(RecordReader):
         """The chat of a record."""
         fields = record.value if isinstance(record.value, dict) else {"messages": record.value}
         refuse_unread(fields, record.source)
-        if "messages" not in fields:
-            keys = ", ".join(sorted(fields)) or "nothing"
-            raise DataError(f"{record.source} must hold a list of messages in 'messages', got only {keys}")
-        messages = fields["messages"]
-        if isinstance(messages, str):
-            messages = from_json(messages, record.source)
+        messages = messages_of(fields, record.source)
         if fields.get("images") is not None:
             references, record = row_images(record, fields["images"])
             messages = _with_listed_images(messages, references, record.source)
