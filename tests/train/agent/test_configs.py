@@ -185,7 +185,7 @@ def test_what_a_file_may_not_say_a_config_made_in_python_may_not_either(message)
     ("kind", "given", "message"),
     [
         (ParallelConfig, {"step_timeout": math.inf}, "step_timeout must be at most"),
-        (ParallelConfig, {"backend": "thread"}, "backend must be"),
+        (ParallelConfig, {"backend": "threads"}, "backend must be"),
         (
             AgentProxy,
             {"reward_normalization": RewardNormalization("group")},

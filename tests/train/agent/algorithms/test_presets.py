@@ -177,7 +177,8 @@ def test_a_prefill_is_dropped_where_an_answer_is_the_models_own(name, words):
 
 
 def test_what_another_setting_decided_is_printed_with_its_reason(capsys):
-    assert main(["train", "--config-name", "smollm2", "agent_proxy.prompt.mode=append", "--cfg"]) == 0
+    changed = ["agent_proxy.prompt.mode=append", "algorithm.learning_rate=auto"]
+    assert main(["train", "--config-name", "smollm2", *changed, "--cfg"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for setting, reason in (
         ("learning_rate: 1.0e-05", "auto: 0.00001 for a pretrained model"),
