@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = re.findall(r"^(bench-[a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = re.findall(r"^(bench-[a-z-]+):", (ROOT / "benchmarks" / "Makefile").read_text(), re.MULTILINE)
 MADE = ("setup", "rivals", ".venv-trl/.installed")
 """What is not asked for here: environments."""
 
