@@ -56,8 +56,8 @@ class PromptConfig:
     prefill: str = ""
     """Text put after the prompt; the model continues from it."""
     closing: str = ""
-    """Text appended to what the model wrote: with `prefill: <action>` and `closing: </action>` a model that answers
-    with one word writes one token (`max_tokens: 1`)."""
+    """Text appended to what the model wrote, unless that ends so: with `prefill: <action>` and `closing: </action>` a
+    model that answers with one word writes one token (`max_tokens: 1`)."""
     on_drift: Literal["warn", "raise", "ignore"] = "warn"
     """In append mode, and behind results of tools: what to do if the chat template would render an earlier turn
     differently."""
@@ -75,8 +75,8 @@ class PromptConfig:
                     raise ConfigError(f"prompt.{name} has no field {{{field}}}.{did_you_mean(field, fields)}")
 
     def response(self, written: str) -> str:
-        """The whole answer, of which the model wrote that."""
-        return f"{self.prefill}{written}{self.closing}"
+        """The whole answer, of which the model wrote that; a closing that it wrote itself is not put there twice."""
+        return f"{self.prefill}{written.removesuffix(self.closing)}{self.closing}"
 
     def written(self, response: str) -> str:
         """What the model writes of an answer."""

@@ -105,8 +105,8 @@ class Critic:
 class GiGPO:
     """Variants of the episode part of `gigpo`."""
 
-    episode_reward: Literal["return", "sum"] = "return"
-    """Compare discounted returns, or plain sums of rewards as the paper does (`algorithm=gigpo`)."""
+    episode_reward: Literal["return", "sum"] = "sum"
+    """Compare plain sums of rewards, as the paper does, or discounted returns."""
     statistics: Literal["episodes", "steps"] = "episodes"
     """What mean and standard deviation are of: each episode counts once, or once a turn as in verl-agent."""
 

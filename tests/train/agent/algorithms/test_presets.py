@@ -111,18 +111,17 @@ def test_a_preset_of_the_user_stands_beside_those_of_shoal(tmp_path):
 @pytest.mark.parametrize("name", config_names())
 def test_a_shipped_config_is_its_preset_but_for_what_its_files_say(name):
     """Every departure stands in the YAML that the user reads, with its reason behind it or above."""
-    said, preset, todo = {}, "grpo", [name]
+    said, preset, todo = {}, None, [name]
     while todo:
         text = resources.files("shoal.configs").joinpath(f"{todo[0]}.yaml").read_text("utf-8")
         values = yaml.safe_load(text)
         chosen = [next(iter(one.values())) for one in values.pop("defaults", []) if isinstance(one, dict)]
-        if chosen and (todo[0] == name or preset == "grpo"):
-            preset = chosen[0]
+        preset = preset or next(iter(chosen), None)
         for path, value in leaves(values):
             said.setdefault(path, value)
         parents = yaml.safe_load(text).get("defaults", [])
         todo = [one for one in parents if isinstance(one, str) and one != "_self_"]
-    own = {k: v for k, v in file_of(preset).items() if k != "defaults"}
+    own = {k: v for k, v in file_of(preset or "grpo").items() if k != "defaults"}
     wanted = dict(leaves(file_of("grpo"))) | dict(leaves(own))
     wanted["algorithm.filter_groups.enable"] = False
     config = compose_config(name)
