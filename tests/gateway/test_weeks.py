@@ -80,6 +80,18 @@ def test_there_are_never_more_sessions_than_said_and_the_longest_idle_ends_first
     asyncio.run(play())
 
 
+def test_names_that_are_refused_take_no_room():
+    async def play():
+        gateway = make(room=Room(sessions=2))
+        await ask(gateway, "a", "go")
+        for n in range(5):
+            assert (await ask(gateway, f"-bad{n}", "go"))[0] == 404
+        await ask(gateway, "b", "go")
+        assert set(gateway.sessions) == {"a", "b"}
+
+    asyncio.run(play())
+
+
 def test_sessions_end_that_hold_more_than_said_but_none_that_is_being_answered():
     async def play():
         sampler = Says()

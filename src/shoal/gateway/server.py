@@ -230,11 +230,12 @@ class Gateway:
                 name, ", to make room or after a long silence: take another name for what is new"
             )
         self._requests += 1
+        session = found or self.open(name)
         self._asked_at.pop(name, None)
         self._asked_at[name] = time.monotonic()
         if found is None or self._requests % EACH == 0:
             self._make_room(name)
-        return found or self.open(name)
+        return session
 
     def _make_room(self, asked: str) -> None:
         """End sessions, those first that are idle longest; never the one that is being asked."""
@@ -244,8 +245,8 @@ class Gateway:
             crowded = len(self._asked_at) > room.sessions or held > room.bytes
             if not crowded and now - then <= room.idle_seconds:
                 break
-            session = self.sessions.get(name)
-            if name != asked and session is not None and session.idle:
+            session = self.sessions[name]
+            if name != asked and session.idle:
                 session.closed = True
                 held -= session.size
                 del self.sessions[name], self._asked_at[name]

@@ -81,9 +81,7 @@ def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: in
     predicts must stand behind it in the row.
     """
     segments: list[Segment] = []
-    spans: list[
-        int
-    ] = []  # where the path to the last sample leaves what stands before it, in tokens of the sample
+    spans: list[int] = []  # tokens of the last sample at which it leaves the one before
     length = 0
     last: Sequence[int] = ()
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
