@@ -212,7 +212,7 @@ def test_steps_of_a_group_are_compared_where_their_new_messages_are_equal(tmp_pa
     found = turn_advantages(played, settings.algorithm, settings.agent_proxy)
     for trajectory, advantages in zip(played, found, strict=True):
         group = [t for t in played if t.group == trajectory.group]
-        whole = 0.9**3 * (trajectory.reward - np.mean([t.reward for t in group]))
+        whole = trajectory.reward - np.mean([t.reward for t in group])
         for place, turn in enumerate(trajectory.turns):
             alike = [
                 t.reward * 0.9 ** (3 - n)

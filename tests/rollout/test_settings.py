@@ -31,8 +31,8 @@ NAN, INF = float("nan"), float("inf")
         (ParallelConfig, {"engine_timeout": 1e12}, "must be at most 1000000 seconds"),
         (
             ParallelConfig,
-            {"backend": "thread"},
-            "backend must be 'auto', 'serial', .* or 'ray', got 'thread'",
+            {"backend": "threaded"},
+            "backend must be 'auto', 'serial', .* or 'ray', got 'threaded'",
         ),
         (ParallelConfig, {"schedule": "gready"}, "schedule must be 'adaptive' or 'barrier', got 'gready'"),
         (ParallelConfig, {"max_batch": 2.5}, "max_batch: Expected `int`"),
