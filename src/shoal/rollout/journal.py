@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -52,6 +53,7 @@ class Journal:
     ) -> None:
         self.path, self._hold = path, hold
         self._played: dict[_Key, Trajectory] = {}
+        self._lock = threading.Lock()  # episodes are added while others are forgotten
         self._synced = -math.inf
         if path is not None:
             self._open(path, settings or {})
@@ -72,12 +74,16 @@ class Journal:
         if change:  # nothing was played, or there is no such file
             write_bytes(path, header + b"\n")
 
-    def begin_anew(self) -> None:
-        """Drop all episodes: their result is saved elsewhere, such as in a checkpoint."""
-        self._played.clear()
-        if self.path is not None:
+    def forget(self, before: int) -> None:
+        """Drop the episodes of iterations before this one: their result is saved elsewhere, as in a checkpoint."""
+        self._played = {key: one for key, one in self._played.items() if one.iteration >= before}
+        if self.path is None:
+            return
+        with self._lock:
             self._hold()
-            write_bytes(self.path, self._header + b"\n")
+            _, *lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if (one := _whole(line)) and one.iteration >= before]
+            write_bytes(self.path, b"".join([self._header, b"\n", *kept]))
 
     @property
     def count(self) -> int:
@@ -106,12 +112,13 @@ class Journal:
         """Record a finished episode; after `kill -9` it is there completely or not at all."""
         if self.path is None or trajectory.status != "ok" or not trajectory.calls:
             return
-        self._hold()
-        now = time.monotonic()
-        durable = now - self._synced >= SYNC_SECONDS
-        append_line(self.path, encode_trajectory(trajectory), durable=durable)
-        if durable:
-            self._synced = now
+        with self._lock:
+            self._hold()
+            now = time.monotonic()
+            durable = now - self._synced >= SYNC_SECONDS
+            append_line(self.path, encode_trajectory(trajectory), durable=durable)
+            if durable:
+                self._synced = now
 
 
 class CountedJournal(Journal):
@@ -145,10 +152,15 @@ def _settings(path: Path, line: bytes) -> Any:
 
 
 def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
-    try:
-        return decode_trajectory(line) if line else None
-    except DataError:
+    if line and (episode := _whole(line)) is None:
         logger.warning("%s, line %d holds no complete episode: it is played again", path, number)
+    return episode if line else None
+
+
+def _whole(line: bytes) -> Trajectory | None:
+    try:
+        return decode_trajectory(line.rstrip(b"\n"))
+    except DataError:
         return None
 
 

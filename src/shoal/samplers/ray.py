@@ -91,6 +91,7 @@ class RayEngine(Closing):
     Args:
         make: makes one replica's sampler, there; it must be picklable (a function of a module, or a partial).
         replicas: how many.
+        held: versions of the weights that each holds, see `Versions`.
         resources: of one replica, for Ray (`{"num_gpus": 1}`); one core by default.
         timeout: seconds after which a request, or the start of a replica, counts as failed.
         retries: times that a failed request is asked again.
@@ -101,6 +102,7 @@ class RayEngine(Closing):
         make: Callable[[], Sampler],
         replicas: int = 1,
         *,
+        held: int = 1,
         resources: dict[str, Any] | None = None,
         timeout: float | None = None,
         retries: int = 2,
@@ -110,9 +112,9 @@ class RayEngine(Closing):
         if not ray.is_initialized():
             raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
-        self._make, self.timeout = make, timeout
+        self._make, self._held, self.timeout = make, held, timeout
         self.retry_policy = RetryPolicy(timeout, retries, 0.0, 0.0)
-        self._loaded: tuple[tuple[Any, ...], ...] = ()  # weights, and the adapter on them
+        self._loaded: tuple[tuple[Any, ...], ...] = ()  # weights of each version, and the adapter on them
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
         facts = self._first_facts()
@@ -158,13 +160,18 @@ class RayEngine(Closing):
     # --- weights
     def load_weights(self, weights: Any, version: int) -> None:
         """Weights by name, put into Ray's store once for all replicas."""
-        self._load(("load_weights", ray.put(weights), version))
+        self._load(*self._others(version), ("load_weights", ray.put(weights), version))
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """A LoRA folder, on the weights that were loaded last; its files travel to the replicas."""
         files = {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
-        under = [call for call in self._loaded if call[0] == "load_weights"]
-        self._load(*under, ("load_adapter", ray.put(files), version))
+        under = [call for call in self._loaded if call[0] == "load_weights" and self._held == 1]
+        self._load(*under, *self._others(version), ("load_adapter", ray.put(files), version))
+
+    def _others(self, version: int) -> list[tuple[Any, ...]]:
+        """The calls by which the other versions were loaded that are still held beside this one."""
+        others = [call for call in self._loaded if call[2] != version]
+        return others[len(others) - self._held + 1 :] if self._held > 1 else []
 
     def _load(self, *loaded: tuple[Any, ...]) -> None:
         """Load the last of these in all replicas; where one does not take it, all are replaced, as they were before."""

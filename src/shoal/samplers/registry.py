@@ -161,6 +161,15 @@ def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) 
     return SAMPLERS[config.name](config, words, seed)
 
 
+def make_versions(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
+    """A sampler of a config that holds the weights of so many versions, once it is given them; close it."""
+    from shoal.samplers.versions import Versions
+
+    if config.name == "ray":
+        return _replicas(config, words, seed, held)
+    return Versions(partial(make_engine, config, words, seed), held)
+
+
 def close_engine(sampler: Any) -> None:
     """End what a sampler started, if it started anything."""
     close = getattr(sampler, "close", None)
@@ -197,6 +206,10 @@ def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 
 @sampler("ray")
 def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
+    return _replicas(config, words, seed, 1)
+
+
+def _replicas(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
     replicas = config.replicas
     if replicas.engine != "tiny":
         _folder(config)
@@ -204,17 +217,18 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.samplers.ray import RayEngine
 
     connect_ray()
-    make = partial(_replica, replace(config, name=replicas.engine), tuple(words), seed)
+    make = partial(_replica, replace(config, name=replicas.engine), tuple(words), seed, held)
     resources, timeout, retries = replicas.resources, replicas.timeout, replicas.retries
-    return RayEngine(make, replicas.count, resources=resources, timeout=timeout, retries=retries)
+    return RayEngine(make, replicas.count, held=held, resources=resources, timeout=timeout, retries=retries)
 
 
-def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
+def _replica(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
     """A sampler in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
     import torch
 
     torch.set_num_threads(config.threads)
-    return make_engine(replace(config, device=config.device.partition(":")[0]), words, seed)
+    config = replace(config, device=config.device.partition(":")[0])
+    return make_engine(config, words, seed) if held == 1 else make_versions(config, words, seed, held)
 
 
 @sampler("openai")

@@ -90,6 +90,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
     chat: tuple[int, ...] = ()
     """Names the chat that it goes on, whose prefixes a replica keeps; the path of its key but the last if empty."""
+    version: int | None = None
+    """Of the weights that shall answer, where a sampler holds several; the newest if not given."""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):

@@ -347,6 +347,10 @@ class TrainerConfig:
 
     iterations: int = 100
     """Rounds of playing and learning."""
+    lag: int = 0
+    """Iterations for which playing is ahead of learning: those of iteration `k` are played with the weights of
+    iteration `k - lag`, while the ones before are learned from. Needs `agent_proxy.use_parallel_rollout`; the sampler
+    then has `lag + 1` copies of the weights."""
     check_envs: bool = True
     """Play a few episodes of your own envs before the model is loaded (`shoal train`), and report faults by line."""
     eval_every: int = 10
@@ -376,7 +380,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         counts = ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every")
-        check_ranges(self, **dict.fromkeys(counts, "[1, inf)"), stop_at_success="(0, 1]")
+        check_ranges(self, **dict.fromkeys(counts, "[1, inf)"), stop_at_success="(0, 1]", lag="[0, inf)")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from shoal.rollout.rewards.settings import Given, reward_list
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
+from shoal.samplers.versions import At
 from shoal.train.advice import Rejected
 from shoal.train.agent.algorithms.conflicts import doubts_of, refuse_without_signal
 from shoal.train.agent.batch.samples import Sample
@@ -47,8 +48,15 @@ from shoal.train.agent.policies.sharding import ShardedPolicy
 from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.determinism import applies, deterministic, threads
 from shoal.train.agent.processes.distributed import Processes
+from shoal.train.agent.run.ahead import Ahead
 from shoal.train.agent.run.answers import with_room
-from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shoal.train.agent.run.checkpoint import (
+    Progress,
+    earlier_weights,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from shoal.train.agent.run.metrics import (
     heldout_metrics,
     iteration_times,
@@ -56,7 +64,7 @@ from shoal.train.agent.run.metrics import (
     rollout_metrics,
     signal_metrics,
 )
-from shoal.train.agent.run.playing import SharedCollector, play_groups, refuse_all_failed
+from shoal.train.agent.run.playing import Played, SharedCollector, play_groups, refuse_all_failed
 from shoal.train.agent.run.records import Records, refuse_taken
 from shoal.train.agent.supervised.rehearsal import rehearse
 from shoal.train.agent.supervised.warmup import refuse_without_actions, warm_up, warmup_steps
@@ -162,7 +170,7 @@ class AgentTrainer(Closing):
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
         trained, weight_decay = trained_parameters(self.policy.module), algorithm.weight_decay
         self.optimizer = split_optimizer(trained, self.critic, *algorithm.rates, weight_decay)
-        self._sync = WeightSync(self.policy, sampler)
+        self._sync = WeightSync(self.policy, sampler, config.trainer.lag)
         reference = self._reference.policy if self._reference else None
         self._learner = Learner(
             self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic, reference, teacher, config.seed,
@@ -177,10 +185,18 @@ class AgentTrainer(Closing):
         if config.paid:
             answers = Answers(self.records.folder.path, self.processes.rank, self.records.folder.hold)
             self._judge = begun.enter_context(Judge(config.paid, answers))
+        self._ahead: Ahead[Played] | None = None
+        self._at: dict[str, At] = {}  # with a lag, what each collector samples by
+        if config.trainer.lag:
+            begun.enter_context(
+                threads(config.engine.threads)
+            )  # what plays beside the updates computes with as many
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
         begun.callback(self._val_collector.close)
+        if config.trainer.lag:
+            self._ahead = begun.enter_context(Ahead(self._play))
         self._success: float  # held out, at this iteration; 0 if not measured
         self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
         self.resumed_at: int | None = None
@@ -260,6 +276,9 @@ class AgentTrainer(Closing):
             if last or improved or self.progress.iteration % settings.save_every == 0:
                 self._save(best=improved)
             yield row
+        if self._ahead is not None:  # what has begun beyond the end
+            self._ahead.close()
+            self._collector.close()
         self.records.finish(self.progress)
 
     def train_iteration(self) -> dict[str, Any]:
@@ -271,9 +290,12 @@ class AgentTrainer(Closing):
         config, iteration = self.config, self.progress.iteration
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
-        trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
-        rollout_seconds = time.perf_counter() - clock
+        played = self._played(iteration)
+        trajectories, learned, share, rollouts = played.groups
+        waited = time.perf_counter() - clock
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        if config.trainer.lag:
+            row |= {"lag": iteration - played.version, "overlap": max(0.0, 1 - waited / played.seconds)}
         row |= signal_metrics(trajectories, learned, config)
         for group, rate in zip(self.optimizer.param_groups, config.algorithm.rates, strict=False):
             group["lr"] = decayed(rate, config.algorithm.lr_schedule, iteration / config.trainer.iterations)
@@ -291,7 +313,7 @@ class AgentTrainer(Closing):
         self.progress = Progress(iteration + 1, done.best_success, episodes, tokens)
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         written = sum(t.n_tokens for t in trajectories if t not in self._collector.collector.journal)
-        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
+        row |= iteration_times(row, played.seconds, time.perf_counter() - clock - waited, written)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             used = advantages_of(trajectories, learned, samples, self._learner)
             self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories, used)
@@ -303,6 +325,25 @@ class AgentTrainer(Closing):
             return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
+    def _play(self, iteration: int) -> Played:
+        """Play the groups of an iteration with the weights of its plan, which the sampler has."""
+        clock, version = time.perf_counter(), max(0, iteration - self.config.trainer.lag)
+        if self._ahead is not None:
+            self._at["train"].weights_version = version
+        groups = play_groups(self._collector, iteration, self.config)
+        return Played(groups, version, time.perf_counter() - clock)
+
+    def _played(self, iteration: int) -> Played:
+        """The groups of an iteration; with a lag, those behind it are played from now on, too."""
+        if self._ahead is None:
+            return self._play(iteration)
+        self._sync.carry()
+        for ahead in range(
+            iteration, min(iteration + self.config.trainer.lag + 1, self.config.trainer.iterations)
+        ):
+            self._ahead.begin(ahead)
+        return self._ahead.take(iteration)
+
     def _ended(self, row: dict[str, Any] | None = None) -> bool:
         """Whether all iterations are done, or by the rows so far and `row` the policy has collapsed."""
         done = self.progress.iteration >= self.config.trainer.iterations
@@ -333,6 +374,8 @@ class AgentTrainer(Closing):
         self.processes.all_gather(self.records.begin)
         self.toolbox.keep(self.records.folder.path)
         self._doing = "a probe of the model's answers", self._collector
+        if self._ahead is not None:
+            self._sync.carry()
         steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
         row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
@@ -380,6 +423,8 @@ class AgentTrainer(Closing):
         self.resumed_at = self.progress.iteration
         self.toolbox.keep(self.records.folder.path)
         self._sync.changed()
+        if self.config.trainer.lag:
+            self._sync.restore(earlier_weights(newest[0]))
         if self._reference is not None:
             self._reference.load()
         rows = self.processes.all_gather(lambda: self.records.go_on(self.progress.iteration))[0]
@@ -406,27 +451,36 @@ class AgentTrainer(Closing):
         self._doing = "writing a checkpoint", None
         trained, folder = (self.policy, self.critic, self.optimizer), self.records.checkpoints
         keep, rates = self.config.trainer.keep_checkpoints, self.config.rates
+        first, last = self.progress.iteration - self.config.trainer.lag, self.progress.iteration
+        earlier = {
+            version: weights for version, weights in self._sync.earlier.items() if first <= version < last
+        }
         save = partial(save_checkpoint, folder, *trained, self.progress, self._settings, keep)
         [path, *_] = self.processes.all_gather(
-            partial(save, rates=rates, best=best, processes=self.processes)
+            partial(save, rates=rates, best=best, earlier=earlier, processes=self.processes)
         )
         self.records.saved(path, self.progress.iteration)
-        self._journal.begin_anew()
+        self._journal.forget(self.progress.iteration)
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         config, proxy = self.config, self.config.agent_proxy
         judged: dict[str, Any] = {"failures": self._failures, "judge": self._judge}
+        sampler = self.sampler
+        if config.trainer.lag:
+            sampler = self._at[which] = At(sampler)
         collector: TrajectoryCollector
         if proxy.use_parallel_rollout:
             judged |= {"sessions": sessions_of, "tools": self.toolbox}
-            collector = ParallelRolloutManager(config, self.sampler, side=which, seed=seed, **judged)
+            collector = ParallelRolloutManager(config, sampler, side=which, seed=seed, **judged)
         else:
             side = self.train_envs if which == "train" else self.val_envs
             roles = make_roles(config.custom_envs, side.tags, proxy.max_turn)
             collector = TrajectoryCollector(
-                side.pool, side.tags, roles, side.group_size, self.sampler, proxy.prompt, seed,
+                side.pool, side.tags, roles, side.group_size, sampler, proxy.prompt, seed,
                 env_retries=proxy.parallel.env_retries, toolbox=self.toolbox, **judged,
             )  # fmt: skip
+        if which == "train" and config.trainer.lag:  # whose weights are set by iteration, in another thread
+            return SharedCollector(collector, self.processes.apart())
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
@@ -435,4 +489,6 @@ class AgentTrainer(Closing):
         shards = isinstance(self.policy, ShardedPolicy) and self._sync.shared
         with self.policy.whole() if shards else nullcontext():  # type: ignore[attr-defined]
             self._sync.carry()
+            if self._ahead is not None:
+                self._at["val"].weights_version = self.policy.weights_version
             yield

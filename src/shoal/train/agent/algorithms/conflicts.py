@@ -45,6 +45,16 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             yield (
                 f"engine.{name}={value} has no effect on {kind}=tiny: set engine.name=huggingface, or leave it out"
             )
+    if config.trainer.lag and not config.agent_proxy.use_parallel_rollout:
+        yield (
+            f"trainer.lag={config.trainer.lag} plays beside learning, on hosts: set "
+            f"agent_proxy.use_parallel_rollout=true, or trainer.lag=0"
+        )
+    if config.trainer.lag and engine.played_by == "vllm":
+        yield (
+            f"trainer.lag={config.trainer.lag} needs weights of {config.trainer.lag + 1} versions at once, and vllm "
+            f"holds one: set engine.name=huggingface, or trainer.lag=0"
+        )
     if engine.batch_invariant and engine.played_by == "huggingface" and algorithm.precision != "float32":
         yield (
             f"engine.batch_invariant=true makes the update compute as the sampler does, and algorithm.precision="

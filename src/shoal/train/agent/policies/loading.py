@@ -15,7 +15,7 @@ from shoal.envs.tools import Tool
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import words_of_roles
 from shoal.samplers.models import resolve_model
-from shoal.samplers.registry import EngineConfig, close_engine, make_engine
+from shoal.samplers.registry import EngineConfig, close_engine, make_engine, make_versions
 from shoal.samplers.sampler import require_trainable, require_weights
 from shoal.samplers.tiny import TinyNetwork
 from shoal.samplers.tokenizers import TinyTokenizer
@@ -39,8 +39,10 @@ def policy_of(sampler: Any) -> Policy:
     return kind(module, sampler.tokenizer, sampler.pad_id)
 
 
-def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[Policy, Any]:
+def make_policy(config: EngineConfig, words: Sequence[str], seed: int, held: int = 1) -> tuple[Policy, Any]:
     """The policy of a config, with fresh or pretrained weights, and what samples by them; close that.
+
+    With `held` above 1 the sampler has weights of its own, of so many versions.
 
     Raises:
         ConfigError: the weights of this sampler cannot follow an update.
@@ -62,9 +64,9 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
         policy.freeze_all_but_last(config.train_last_layers)
-    if config.name == here:
+    if config.name == here and held == 1:
         return policy, local
-    sampler: Any = make_engine(config, words, seed)
+    sampler: Any = make_engine(config, words, seed) if held == 1 else make_versions(config, words, seed, held)
     try:
         require_trainable(sampler)
         require_weights(sampler)
@@ -187,12 +189,13 @@ def make_networked(
     """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
     words = words_of_roles(roles, tools)
     engine = replace(config.engine, device=processes.device(config.engine.device))
+    held = config.trainer.lag + 1
     if not config.model.lora.rank:
-        return make_policy(engine, words, config.seed)
+        return make_policy(engine, words, config.seed, held)
     from shoal.train.agent.policies.lora import add_lora, refuse_unfit_peft, with_adapters
 
     refuse_unfit_peft()
-    policy, sampler = make_policy(with_adapters(engine, config.model.lora.rank), words, config.seed)
+    policy, sampler = make_policy(with_adapters(engine, config.model.lora.rank), words, config.seed, held)
     try:
         return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler
     except BaseException:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import capabilities_of
@@ -23,13 +26,14 @@ class WeightSync:
         policy: what is trained.
         sampler: what writes; `load_weights(weights, version)` takes weights in memory of the CPU, and
             `load_adapter(folder, version)` a LoRA folder.
+        lag: versions before the present one that are kept, in `earlier`.
 
     Raises:
         ConfigError: the policy trains adapters, and the sampler takes none.
     """
 
-    def __init__(self, policy: Policy, sampler: Any) -> None:
-        self._policy, self._sampler = policy, sampler
+    def __init__(self, policy: Policy, sampler: Any, lag: int = 0) -> None:
+        self._policy, self._sampler, self._lag = policy, sampler, lag
         self.shared = getattr(sampler, "model", None) is policy.module
         self._adapters = not self.shared and hasattr(policy, "without_adapters")
         if self._adapters and not capabilities_of(sampler).adapters:
@@ -38,6 +42,8 @@ class WeightSync:
                 f"does (huggingface, or vllm with enable_lora)"
             )
         self._carried: tuple[int, int] | None = None
+        self.earlier: dict[int, dict[str, Tensor]] = {}
+        """What was carried, by version, as far as it may be played by still."""
 
     def changed(self) -> None:
         """Weights were set by something else than an update, which raises their version."""
@@ -54,18 +60,36 @@ class WeightSync:
         stamp = (version, 0 if in_shards else sum(parameter._version for parameter in parameters))
         if stamp != self._carried:
             self._carried = None  # if it fails midway, who knows what is there
-            if self._adapters:
-                self._carry_adapter(version)
-            else:
-                weights = gather(self._policy.module.state_dict(keep_vars=True))
-                self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
+            weights = {name: tensor.cpu() for name, tensor in gather(self._state()).items()}
+            self._give(weights, version)
+            if self._lag:
+                copies = {
+                    id(tensor): tensor.detach().clone() for tensor in weights.values()
+                }  # tied ones are one
+                self.earlier[version] = {name: copies[id(tensor)] for name, tensor in weights.items()}
+                for old in sorted(self.earlier)[: -self._lag - 1]:
+                    del self.earlier[old]
             self._carried = stamp
 
-    def _carry_adapter(self, version: int) -> None:
-        """Let the sampler load the adapters, which alone have changed: its base model is that of the policy."""
+    def restore(self, earlier: Mapping[int, dict[str, Tensor]]) -> None:
+        """Let the sampler hold weights of versions before the present one, as `earlier` had them."""
+        for version, weights in sorted(earlier.items()):
+            self._give(weights, version)
+        self.earlier = dict(earlier)
+
+    def _state(self) -> dict[str, Any]:
+        """What is carried: all weights, or the adapters, which alone have changed."""
+        state = self._policy.module.state_dict(keep_vars=True)
+        if not self._adapters:
+            return state
+        trained = {name for name, one in self._policy.module.named_parameters() if one.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name in trained}
+
+    def _give(self, weights: dict[str, Tensor], version: int) -> None:
+        if not self._adapters:
+            self._sampler.load_weights(weights, version)
+            return
         module: Any = self._policy.module
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
-            kept = {name: t for name, t in module.state_dict(keep_vars=True).items() if name in trained}
-            module.save_pretrained(folder, state_dict=gather(kept))
+            module.save_pretrained(folder, state_dict=weights)
             self._sampler.load_adapter(Path(folder), version)

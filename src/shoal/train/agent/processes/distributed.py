@@ -35,11 +35,14 @@ class Processes:
         count: of all.
         local_rank: its number on this machine.
         sharded: networks lie in shards, so that each pass through one is a pass of all processes.
+        group: of torch, in which they gather; the group of all if not given.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False) -> None:
+    def __init__(
+        self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False, group: Any = None
+    ) -> None:
         self.rank, self.count, self.local_rank = rank, count, local_rank
-        self.sharded = sharded
+        self.sharded, self._group = sharded, group
 
     @classmethod
     def join(cls, device: str, *, sharded: bool = False) -> Processes:
@@ -64,6 +67,11 @@ class Processes:
             atexit.register(_leave)
         state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         return cls(state.process_index, state.num_processes, state.local_process_index, sharded=sharded)
+
+    def apart(self) -> Processes:
+        """The same processes for another thread, which may gather while this one does; all of them must ask for it."""
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
+        return Processes(self.rank, self.count, self.local_rank, sharded=self.sharded, group=group)
 
     @property
     def first(self) -> bool:
@@ -118,7 +126,7 @@ class Processes:
         reason = None if failure is None else format_error(failure)
         found: list[Any] = [None] * self.count
         with _met(self.count):
-            dist.all_gather_object(found, (reason, value))
+            dist.all_gather_object(found, (reason, value), group=self._group)
         if failure is not None:
             raise failure
         for rank, (error_there, _) in enumerate(found):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
@@ -28,6 +29,8 @@ from shoal.train.agent.processes.weights import fill, fill_optimizer, gather, op
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
+EARLIER = "earlier"
+"""The folder of weights before those of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ def save_checkpoint(
     *,
     rates: Mapping[str, float] | None = None,
     best: bool = False,
+    earlier: Mapping[int, Mapping[str, Tensor]] | None = None,
     processes: Processes = ALONE,
 ) -> Path:
     """Commit `folder/step-<iteration>` and drop all but the newest `keep`.
 
-    `rates` are the learning rates of the run, by their settings, which may change when it goes on.
+    `rates` are the learning rates of the run, by their settings, which may change when it goes on; `earlier` the
+    weights of versions before, by which iterations that have begun are played.
     With `best`, `folder/best` is replaced first: a run that ends between the two comes by the same best again.
     All `processes` call this where networks lie in shards: they are gathered whole, and the first writes.
     """
@@ -76,6 +81,10 @@ def save_checkpoint(
         if critic is not None:
             single, tied = without_tied(values)
             save_file(single, temporary / "critic.safetensors", tied)
+        for version, before in (earlier or {}).items():
+            (temporary / EARLIER).mkdir(exist_ok=True)
+            single, tied = without_tied(dict(before))
+            save_file(single, temporary / EARLIER / f"{version:06d}.safetensors", tied)
 
     if best:
         with write_folder(folder / "best") as temporary:
@@ -183,3 +192,10 @@ def load_checkpoint(
             message = "going on with %s=%g, which was %g: no longer the run that it would have been"
             logger.warning(message, name, rate, before[name])
     return progress
+
+
+def earlier_weights(path: Path) -> dict[int, dict[str, Tensor]]:
+    """The weights before those of a checkpoint that it holds, by version."""
+    with reading(path, OTHER_CHECKPOINT):
+        files = sorted((path / EARLIER).glob("*.safetensors"))
+        return {int(file.stem): load_file(file) for file in files}

@@ -121,11 +121,10 @@ def signal_metrics(
 
 
 def iteration_times(
-    row: Mapping[str, Any], rollout_seconds: float, seconds: float, tokens: int
+    row: Mapping[str, Any], rollout_seconds: float, update_seconds: float, tokens: int
 ) -> dict[str, float]:
     """Where the wall-clock of an iteration went; `row` says how busy the engine was, and what was trained."""
-    update_seconds = seconds - rollout_seconds
-    share = rollout_seconds / seconds
+    share = rollout_seconds / (rollout_seconds + update_seconds)
     return {
         "seconds_rollout": round(rollout_seconds, 4),
         "seconds_update": round(update_seconds, 4),

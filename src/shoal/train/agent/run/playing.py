@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, ShoalError
@@ -24,9 +25,18 @@ CHECKED_SEEDS = 32
 """Episodes of an env that are played before training, as far as ten seconds allow."""
 
 
-def play_groups(
-    collector: SharedCollector, iteration: int, config: AgentConfig
-) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
+Groups = tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]
+
+
+class Played(NamedTuple):
+    """The groups of an iteration, by the weights of which version they were played, and in how many seconds."""
+
+    groups: Groups
+    version: int
+    seconds: float
+
+
+def play_groups(collector: SharedCollector, iteration: int, config: AgentConfig) -> Groups:
     """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
 
     Returns:
