@@ -7,20 +7,17 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.core.errors import EngineError, needs_extra
 from shoal.core.executors import Closing
 from shoal.samplers.asking import RejectedError, RetryPolicy, SamplerClient, generate
 from shoal.samplers.sampler import (
-    Capabilities,
-    ChatTokenizer,
     Completion,
-    Level,
+    Facts,
     Request,
     Sampler,
-    capabilities_of,
-    vocabulary_of,
+    facts_of,
 )
 
 with needs_extra("samplers as Ray actors", "parallel"):
@@ -41,16 +38,6 @@ START_SECONDS = 30.0
 """After which a warning says which replicas have not started."""
 
 
-class _Facts(NamedTuple):
-    """What is the same of every replica."""
-
-    tokenizer: ChatTokenizer
-    level: Level
-    capabilities: Capabilities
-    context: int | None
-    vocabulary: int | None
-
-
 class _Replica:
     """One sampler in an actor of its own.
 
@@ -65,10 +52,8 @@ class _Replica:
         for method, what, version in loaded:
             self.load(method, ray.get(what), version)
 
-    def facts(self) -> _Facts:
-        inner = self.inner
-        context = getattr(inner, "context", None)
-        return _Facts(inner.tokenizer, inner.level, capabilities_of(inner), context, vocabulary_of(inner))
+    def facts(self) -> Facts:
+        return facts_of(self.inner)
 
     def load(self, method: str, what: Any, version: int) -> None:
         if method == "load_weights":
@@ -120,7 +105,7 @@ class RayEngine(Closing):
         facts = self._first_facts()
         self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
 
-    def _first_facts(self) -> _Facts:
+    def _first_facts(self) -> Facts:
         """What the first replica says of itself once all have started."""
         facts = [actor.facts.remote() for actor in self._actors]
         waited, starting = 0.0, facts

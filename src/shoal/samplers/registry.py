@@ -103,6 +103,9 @@ class EngineConfig:
     slower, and an operation without one is an error. `auto`: on CUDA devices."""
     threads: int = 1
     """Threads of the network's arithmetic in training and evaluation; with 1, log-probs are bit-equal (level L2)."""
+    copy: Literal["thread", "process"] = "thread"
+    """Where the copies of the weights compute that play beside learning (with `trainer.lag`): in threads of this
+    process, or in a process of their own (tiny, huggingface)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights (huggingface, vllm)."""
     batch_invariant: bool = False
@@ -167,6 +170,10 @@ def make_versions(config: EngineConfig, words: Sequence[str], seed: int, held: i
 
     if config.name == "ray":
         return _replicas(config, words, seed, held)
+    if config.copy == "process":
+        from shoal.samplers.process import ProcessSampler
+
+        return ProcessSampler(partial(_elsewhere, config, tuple(words), seed, held), held)
     return Versions(partial(make_engine, config, words, seed), held)
 
 
@@ -217,18 +224,21 @@ def _replicas(config: EngineConfig, words: Sequence[str], seed: int, held: int) 
     from shoal.samplers.ray import RayEngine
 
     connect_ray()
-    make = partial(_replica, replace(config, name=replicas.engine), tuple(words), seed, held)
+    device = config.device.partition(":")[0]  # Ray says which GPUs a replica sees
+    alike = replace(config, name=replicas.engine, copy="thread", device=device)
+    make = partial(_elsewhere, alike, tuple(words), seed, held)
     resources, timeout, retries = replicas.resources, replicas.timeout, replicas.retries
     return RayEngine(make, replicas.count, held=held, resources=resources, timeout=timeout, retries=retries)
 
 
-def _replica(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
-    """A sampler in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
+def _elsewhere(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
+    """A sampler in a process of its own, where threads are its own business too."""
     import torch
 
     torch.set_num_threads(config.threads)
-    config = replace(config, device=config.device.partition(":")[0])
-    return make_engine(config, words, seed) if held == 1 else make_versions(config, words, seed, held)
+    if held == 1:
+        return make_engine(config, words, seed)
+    return make_versions(replace(config, copy="thread"), words, seed, held)
 
 
 @sampler("openai")

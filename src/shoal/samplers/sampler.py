@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, index
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -226,6 +226,22 @@ def capabilities_of(sampler: Sampler) -> Capabilities:
         return stated
     weights, adapters = hasattr(sampler, "load_weights"), hasattr(sampler, "load_adapter")
     return Capabilities(token_ids=True, logprobs=True, weights=weights, adapters=adapters)
+
+
+class Facts(NamedTuple):
+    """What a sampler elsewhere says of itself once."""
+
+    tokenizer: ChatTokenizer
+    level: Level
+    capabilities: Capabilities
+    context: int | None
+    vocabulary: int | None
+
+
+def facts_of(sampler: Any) -> Facts:
+    """What is told of a sampler where it is asked from elsewhere."""
+    context = getattr(sampler, "context", None)
+    return Facts(sampler.tokenizer, sampler.level, capabilities_of(sampler), context, vocabulary_of(sampler))
 
 
 def require_trainable(sampler: Sampler) -> None:

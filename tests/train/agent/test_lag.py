@@ -91,15 +91,28 @@ def simulation(request, tmp_path_factory):
         return request.param, *simulated(settings(tmp_path_factory.mktemp("oracle")), request.param)
 
 
-RAY = pytest.param("ray", 2, marks=pytest.mark.slow)
+RAY = [
+    pytest.param("ray", 2, [], marks=pytest.mark.slow),
+    pytest.param(
+        "thread", 2, ["engine.name=ray", "engine.replicas.engine=tiny", "engine.replicas.count=2"],
+        marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("backend", "hosts"), [("serial", 1), ("thread", 1), ("thread", 3), ("process", 2), RAY]
+    ("backend", "hosts", "engine"),
+    [
+        ("serial", 1, []),
+        ("thread", 1, []),
+        ("thread", 3, ["engine.copy=process"]),
+        ("process", 2, []),
+        *RAY,
+    ],
 )
-def test_weights_are_those_of_a_serial_loop(simulation, backend, hosts, tmp_path):
+def test_weights_are_those_of_a_serial_loop(simulation, backend, hosts, engine, tmp_path):
     lag, weights, rewards = simulation
-    more = [f"agent_proxy.parallel.backend={backend}", f"agent_proxy.parallel_n_jobs={hosts}"]
+    more = [*engine, f"agent_proxy.parallel.backend={backend}", f"agent_proxy.parallel_n_jobs={hosts}"]
     rows, found = trained(tmp_path / "run", f"trainer.lag={lag}", *more)
     assert found == weights
     assert [row["lag"] for row in rows[1:]] == [min(lag, k) for k in range(ITERATIONS)]
@@ -128,6 +141,21 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path, killed_at):
     rows, found = trained(tmp_path / "run", "trainer.lag=2", "resume=true")
     assert found == weights
     assert without_clocks(rows) == json.loads(json.dumps(without_clocks(calm)))
+
+
+@pytest.mark.parametrize("which", ["the sampler", "a host"])
+def test_processes_that_are_killed_cost_time_alone(simulation, which, tmp_path):
+    lag, weights, _ = simulation
+    more = ["engine.copy=process", "agent_proxy.parallel.backend=process", f"trainer.lag={lag}"]
+    with AgentTrainer(settings(tmp_path / "run", *more)) as trainer:
+        killed = 0
+        for row in trainer.train():
+            pids = trainer.sampler.pids() if which == "the sampler" else trainer.worker_pids()
+            if row["iteration"] % 2 and pids:
+                os.kill(pids[0], signal.SIGKILL)
+                killed += 1
+        assert killed >= 9
+        assert weights_sha256(trainer.policy.module) == weights
 
 
 def test_a_run_that_stops_early_leaves_nothing_that_plays_on(tmp_path):

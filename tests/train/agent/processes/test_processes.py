@@ -113,6 +113,20 @@ def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
         ]
 
 
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_two_processes_play_ahead_as_one_does(tmp_path, sharding):
+    """Playing gathers in a thread of its own, beside the gradients of the updates."""
+    lag = ["trainer.lag=2", "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, n, how in ((one, 1, "none"), (two, 2, sharding)):
+        done = launch(folder, n, *lag, "trainer.iterations=4", f"trainer.sharding={how}")
+        assert done.returncode == 0, done.stderr
+    for row, other in zip(rows_of(one), rows_of(two), strict=True):
+        assert other.get("reward") == pytest.approx(row.get("reward"), abs=FINE)
+        assert other.get("lag") == row.get("lag")
+    same_weights(one, two, FINE)
+
+
 OTHERWISE = {
     "distillation": [
         "algorithm.adv_estimator=distillation", "algorithm.kl.coef=0", "algorithm.epochs=2", "warmup.steps=0",
