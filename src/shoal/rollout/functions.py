@@ -18,7 +18,7 @@ import numpy as np
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ShoalError, WorkerDiedError, with_frames
 from shoal.core.workers import WorkerProcess
-from shoal.rollout.hosts.processes import Pipe, ended_how
+from shoal.rollout.hosts.processes import ended_how, framed, received, streams_of
 
 PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""
@@ -89,24 +89,14 @@ class FunctionProcesses:
 
 
 async def _answer_of(process: WorkerProcess, given: Any) -> Any:
-    arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def received(data: bytes) -> None:
-        if not arrived.done():
-            arrived.set_result(data)
-
-    def ended() -> None:
-        if not arrived.done():
-            how = ended_how(process)
-            arrived.set_exception(FunctionFailedError(f"the process of the function {how}"))
-
-    pipe = Pipe(received, ended)
-    await pipe.open(process.pipe)
+    reader, writer = await streams_of(process.pipe)
     try:
-        pipe.send(json.dumps(given).encode())
-        answer = json.loads(await arrived)
+        writer.write(framed(json.dumps(given).encode()))
+        answer = json.loads(await received(reader))
+    except (OSError, EOFError) as error:
+        raise FunctionFailedError(f"the process of the function {ended_how(process)}") from error
     finally:
-        pipe.close()
+        writer.transport.abort()
     if isinstance(answer, dict):
         ((how, text),) = answer.items()
         raise FunctionFailedError(text, how)

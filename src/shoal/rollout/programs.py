@@ -32,7 +32,7 @@ from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Message
-from shoal.rollout.hosts.host import Host, LocalHosts
+from shoal.rollout.hosts.host import Host, Hosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
 
@@ -119,7 +119,7 @@ def programs_of(
     return {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
 
 
-class ProgramHosts(LocalHosts):
+class ProgramHosts(Hosts):
     """Hosts of programs, all in the loop of the driver.
 
     Args:

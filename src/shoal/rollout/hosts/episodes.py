@@ -133,7 +133,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """Of a host: it has its setup (`START`), or has done what a `Control` asks for."""
+    """Of a host: it has its setup, and has done what a `Control` asks for."""
 
     slot: int
     pid: int
@@ -141,7 +141,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """The slots whose env is overdue, and why."""
 
 
-START, LOOK, CLOSE = -1, -2, -3
+LOOK, CLOSE = -1, -2
 """In the place of a slot, where all of them are meant."""
 Reply = Sampled | Used | Refused
 Message = Begin | Reply | Control
@@ -393,16 +393,13 @@ class SlotThreads:
         wait(closing)
         self._send(Report(CLOSE, os.getpid()))
 
-    def leave(self, number: int) -> None:
-        """Leave a slot behind whose env does not come back; the next episode of that number has another."""
-        self._slots.pop(number)[1].end()
-
     def close_envs(self) -> list[Future[None]]:
         """Close all envs, each in its thread after the call that is under way."""
         return [thread.submit(slot.close_envs) for slot, thread in self._slots.values()]
 
     def end(self) -> None:
-        """End the threads, each after the call that is under way."""
+        """Close all envs and end the threads, each after the call that is under way."""
+        self.close_envs()
         for _, thread in self._slots.values():
             thread.end()
         self._slots.clear()
