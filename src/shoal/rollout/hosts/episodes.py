@@ -213,7 +213,8 @@ def _turns(
     """Turn after turn, up to the end of the episode, or to a refusal."""
     first = True
     while not episode.over:
-        reply: Reply = yield Ask(slot, *episode.question())
+        request, known = episode.request(), episode.known
+        reply: Reply = yield Ask(slot, episode.turn, request.prompt_ids[known:], known > 0, request.images)
         if isinstance(reply, Refused):
             return reply
         assert isinstance(reply, Sampled)
@@ -241,9 +242,8 @@ class Slot:
         self._setup, self._prompter = setup, prompter
         self._envs: dict[str, Any] = {}
         self._playing: Playing | None = None
-        self._inside: tuple[str, float, int] | None = (
-            None  # the call into an env, since when, in which thread
-        )
+        # The call into an env, since when, in which thread.
+        self._inside: tuple[str, float, int] | None = None
 
     def handle(self, message: Begin | Reply) -> Event:
         """Go on with a message of the driver, up to the next question to the model or the end of the episode."""
