@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -192,6 +193,20 @@ def with_env(env, **changes):
     settings = config(**changes)
     settings["custom_envs"]["Counter"]["env_type"] = "test_own"
     return settings
+
+
+def check_faulty(calm, played, status, cause, n_turns):
+    """Of the episodes of `CounterEnv` those that are faulty have failed so, after so many turns; no other differs."""
+    failed = [trajectory for trajectory in played if trajectory.env_seed % 4 == 0]
+    assert 0 < len(failed) < len(played)
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.ended) == (status, "time" if status == "timeout" else "fault")
+            assert re.search(cause, now.error)
+            assert now.turns == before.turns[:n_turns]
+            assert not now.success
 
 
 # --- faults by name: which can be where
