@@ -116,11 +116,6 @@ def test_the_reward_is_the_weighted_sum_of_the_list_and_what_the_env_paid_is_kep
     assert [episode.reward for episode in alone] == [len(t.turns[-1].response) / 2 for t in calm]
 
 
-def test_a_record_without_rewards_is_the_same_to_the_byte(calm):
-    assert b"judged" not in b"".join(map(encode_trajectory, calm))
-    assert without_scores(calm) == calm
-
-
 @pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("process", 2)])
 def test_scores_are_equal_on_every_backend(server, command, backend, n_jobs):
     rewards = letters, command(""), model(server)
@@ -545,9 +540,3 @@ def test_answers_survive_a_line_that_was_cut_off(tmp_path):
     Answers(tmp_path).add("d", "4")
     known = Answers(tmp_path)
     assert [known.get(key) for key in "abcd"] == ["1", None, "3", "4"]
-
-
-def test_scores_stay_out_of_what_a_replay_compares(calm):
-    (episode, *_) = play("env", letters)
-    assert replace(episode, turns=calm[0].turns).as_played == calm[0]
-    assert json.loads(encode_trajectory(episode))["judged"]["scores"][1]["name"] == "letters"

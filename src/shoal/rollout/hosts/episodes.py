@@ -234,6 +234,14 @@ def _turns(
     return None
 
 
+def advance(playing: Playing, result: Any) -> Event | Reset | Step:
+    """What an episode asks next, or its end; `result` is what it asked for, or the failure of its env."""
+    try:
+        return playing.throw(result) if isinstance(result, EnvFailedError) else playing.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 # --- one episode after another
 class Slot:
     """Plays one episode after another; its envs, one a tag, live in the thread that calls it."""
@@ -254,18 +262,12 @@ class Slot:
             role = self._setup.roles[message.assignment.tag]
             self._playing, sent = played(message, role, self._prompter, self._setup.env_retries), None
         assert self._playing is not None, "a reply came before the episode began"
-        try:
-            event = self._playing.send(sent)
-            while isinstance(event, Reset | Step):
-                try:
-                    ended = self._do(event)
-                except EnvFailedError as error:
-                    event = self._playing.throw(error)
-                else:
-                    event = self._playing.send(ended)
-            return event
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+        while isinstance(event := advance(self._playing, sent), Reset | Step):
+            try:
+                sent = self._do(event)
+            except EnvFailedError as error:
+                sent = error
+        return event
 
     def close_envs(self) -> None:
         """Break off the episode, if one is open, and close the envs."""
