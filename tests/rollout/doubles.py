@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from gymnasium.spaces import Discrete, Text
 
-from shoal import derive_seed, envs
+from shoal import TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 from shoal.rollout.journal import Journal
+from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
@@ -193,6 +194,16 @@ def with_env(env, **changes):
     settings = config(**changes)
     settings["custom_envs"]["Counter"]["env_type"] = "test_own"
     return settings
+
+
+def in_lockstep(settings, engine, vector=None, **more):
+    """A player of the training side of these settings whose envs are stepped together."""
+    train, val = make_environments(settings | {"vector": vector or {"backend": "serial"}})
+    val.pool.close()
+    prompt, seed = PromptConfig(**settings["agent_proxy"]["prompt"]), settings["seed"]
+    return TrajectoryCollector(
+        train.pool, train.tags, train.roles, train.group_size, engine, prompt, seed, **more
+    )
 
 
 def check_faulty(calm, played, status, cause, n_turns):

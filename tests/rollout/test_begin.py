@@ -6,11 +6,10 @@ import threading
 import time
 
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, config, with_env
+from tests.rollout.doubles import CounterEnv, HashEngine, config, in_lockstep, with_env
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal import ParallelRolloutManager
 from shoal.core.errors import WorkerError
-from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
@@ -22,9 +21,7 @@ def player(backend, engine, **changes):
     settings = config(**changes)
     if backend != "vector":
         return ParallelRolloutManager(settings, engine, backend=backend)
-    train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    return TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
+    return in_lockstep(settings, engine)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, check_faulty, with_env
+from tests.rollout.doubles import CounterEnv, HashEngine, check_faulty, in_lockstep, with_env
 
 from shoal.core.data import encode_trajectory
-from shoal.rollout.factory import make_environments
 from shoal.rollout.plan import place_of
-from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
-from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "thread", "process")
@@ -30,14 +28,6 @@ def play(backend, env=CounterEnv, times=1, **changes):
         played = [manager.collect(4) for _ in range(times)]
     assert all(trajectories == played[0] for trajectories in played)
     return played[0]
-
-
-def in_lockstep(settings, vector="serial", limit=None):
-    limits = {"num_workers": 2, "step_timeout": limit} if vector == "process" else {}
-    train, val = make_environments(settings | {"vector": {"backend": vector, **limits}})
-    val.pool.close()
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    return TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, HashEngine(), prompt, 7)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +253,8 @@ class FailsForGood(CounterEnv):
 
 
 def play_in_lockstep(env, vector="serial", limit=None, **changes):
-    playing = in_lockstep(with_env(env, **changes), vector, limit)
+    limits = {"num_workers": 2, "step_timeout": limit} if vector == "process" else {}
+    playing = in_lockstep(with_env(env, **changes), HashEngine(), {"backend": vector, **limits})
     try:
         played = [playing.collect(4, Sampling(16, 1.0, ("</action>",))) for _ in range(2)]
     finally:
@@ -310,7 +301,7 @@ class NumpyText(CounterEnv):
 @pytest.mark.parametrize("backend", [*BACKENDS, "lockstep"])
 def test_text_that_is_a_kind_of_text_is_recorded_as_plain_text(calm, backend):
     if backend == "lockstep":
-        playing = in_lockstep(with_env(NumpyText))
+        playing = in_lockstep(with_env(NumpyText), HashEngine())
         played = playing.collect(4, Sampling(16, 1.0, ("</action>",)))
         playing.close()
     else:

@@ -9,16 +9,22 @@ import time
 
 import numpy as np
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, check_faulty, config, with_env
+from tests.rollout.doubles import (
+    CounterEnv,
+    HashEngine,
+    InterruptingEngine,
+    check_faulty,
+    config,
+    in_lockstep,
+    with_env,
+)
 
 from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.envs.text import Outcome
-from shoal.rollout.factory import make_environments
 from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
-from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
-from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Completion, Sampling
 from shoal.train.agent.run.filters import collect_with_signal, filter_groups
 
@@ -374,11 +380,9 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
             ids = self.tokenizer.encode("<action>one||two</action>")
             return Completion(ids, (-0.5,) * len(ids), "stop", 0)
 
-    settings = with_env(Rich, groups=1) | {"vector": {"backend": "serial"}}
+    settings = with_env(Rich, groups=1)
     settings["custom_envs"]["Counter"]["max_actions_per_turn"] = turn
-    train, _ = make_environments(settings)
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    lockstep = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, Says(), prompt, 7)
+    lockstep = in_lockstep(settings, Says())
     for played in (play("serial", settings, Says())[0], lockstep.collect(4, Sampling(40))):
         write_trajectories(tmp_path / "t.jsonl", played)
         assert list(read_trajectories(tmp_path / "t.jsonl")) == played
