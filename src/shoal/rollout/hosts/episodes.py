@@ -235,9 +235,9 @@ def _turns(
 
 
 def advance(playing: Playing, result: Any) -> Event | Reset | Step:
-    """What an episode asks next, or its end; `result` is what it asked for, or the failure of its env."""
+    """What an episode asks next, or its end; `result` is what it asked for, or an exception."""
     try:
-        return playing.throw(result) if isinstance(result, EnvFailedError) else playing.send(result)
+        return playing.throw(result) if isinstance(result, Exception) else playing.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
@@ -265,7 +265,7 @@ class Slot:
         while isinstance(event := advance(self._playing, sent), Reset | Step):
             try:
                 sent = self._do(event)
-            except EnvFailedError as error:
+            except Exception as error:  # whatever it is, the driver waits for an answer
                 sent = error
         return event
 
