@@ -196,6 +196,15 @@ def with_env(env, **changes):
     return settings
 
 
+def until(found, seconds=60):
+    """The first true value of `found`, which is waited for."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+    return value
+
+
 def in_lockstep(settings, engine, vector=None, **more):
     """A player of the training side of these settings whose envs are stepped together."""
     train, val = make_environments(settings | {"vector": vector or {"backend": "serial"}})

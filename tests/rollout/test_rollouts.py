@@ -16,6 +16,7 @@ from tests.rollout.doubles import (
     check_faulty,
     config,
     in_lockstep,
+    until,
     with_env,
 )
 
@@ -166,11 +167,8 @@ def lives(monkeypatch):
 def test_envs_that_are_made_to_look_at_them_are_closed(limit, lives):
     made, closed = lives
     with ParallelRolloutManager(config(parallel={"step_timeout": limit}), HashEngine()):
-        end = time.monotonic() + 60
-        while not set(map(id, made)) <= set(map(id, closed)) and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: set(map(id, made)) <= set(map(id, closed)))  # one of a test before may be closed late
     assert made
-    assert set(map(id, made)) <= set(map(id, closed))  # one of a test before may be closed late
 
 
 @pytest.mark.parametrize("keep", [False, True])

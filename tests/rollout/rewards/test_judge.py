@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
+from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config, until
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
@@ -314,15 +314,6 @@ def test_no_command_outlives_its_run(calm, command, tmp_path, number):
         ends(pid)
     finally:
         run.kill()
-
-
-def until(found):
-    """The first true value of `found`."""
-    for _ in range(600):
-        if value := found():
-            return value
-        time.sleep(0.1)
-    raise AssertionError("it never came")
 
 
 def ends(pid):
