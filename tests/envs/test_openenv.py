@@ -292,7 +292,7 @@ class Line:
 def answered(monkeypatch, **data):
     """An env in an episode whose server gives this answer to the first step."""
     line = Line({"observation": {"text": "hello"}}, {"observation": {"text": "you"}, **data})
-    monkeypatch.setattr("shoal.envs.adapters.openenv.Connection._connect", lambda env: line)
+    monkeypatch.setattr("websockets.sync.client.connect", lambda url, **_: contextlib.nullcontext(line))
     env = shoal.envs.make("openenv", url="http://127.0.0.1:9")
     env.reset(seed=0)
     return env
@@ -368,7 +368,8 @@ def test_an_action_goes_where_the_schema_of_the_server_wants_it(monkeypatch, act
             messages.append(json.loads(message)["data"])
 
     answers = [{"observation": {"hint": "hello", "left": 3}}, {"observation": {"hint": "you", "left": 2}}]
-    monkeypatch.setattr("shoal.envs.adapters.openenv.Connection._connect", lambda env: Listening(*answers))
+    line = contextlib.nullcontext(Listening(*answers))
+    monkeypatch.setattr("websockets.sync.client.connect", lambda url, **_: line)
     with http.server.HTTPServer(("127.0.0.1", 0), Schema) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{server.server_port}/play/ws")

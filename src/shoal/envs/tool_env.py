@@ -41,7 +41,7 @@ class ToolEnv(TextEnv[C], ABC):
     action_space = FreeText(1 << 20)
     invalid_action = ""
     invalid_penalty: float = 0.0
-    """Reward of a step in which no call could be made."""
+    """Reward of a step in which no call could be made; that of the `Config` goes before that of the class."""
     _tools: Mapping[str, Tool] = MappingProxyType({})
 
     @abstractmethod
@@ -91,7 +91,8 @@ class ToolEnv(TextEnv[C], ABC):
             next(said) if call.error is None else ToolUse(call.name, call.arguments, error=call.error)
             for call in calls
         ]
-        outcome = self._outcome() if good else Outcome(self.invalid_penalty, effective=False)
+        penalty = getattr(self.config, "invalid_penalty", self.invalid_penalty)
+        outcome = self._outcome() if good else Outcome(penalty, effective=False)
         shown = [use.result if use.error is None else {"error": use.error} for use in uses]
         known = all(call.name in self._tools for call in calls)
         return outcome._replace(
