@@ -234,14 +234,18 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         return "text" if self._space is None else describe_space(self._space)
 
     def _understood(self, text: str) -> str | None:
-        space = self._action_space
-        if isinstance(space, spaces.Text):
-            plain = free_text(space) is not space
-            fits = space.min_length <= len(text) <= space.max_length if plain else space.contains(text)
-            return text if fits else None
-        if space is None or is_text(space):
-            return text if space is None or space.contains(text) else None
-        return text if read_numbers(space, text) is not None else None
+        return None if self._action_inside(text) is None else text
+
+    def _action_inside(self, action: Action) -> Any:
+        """What the env inside takes for an action here; None where that is none."""
+        space, text = self._action_space, str(action)
+        if isinstance(space, spaces.Discrete):
+            return int(action) - 1 + self._first
+        if space is not None and not is_text(space):
+            return read_numbers(space, text)
+        if isinstance(space, spaces.Text) and free_text(space) is not space:
+            return text if space.min_length <= len(text) <= space.max_length else None
+        return text if space is None or space.contains(text) else None
 
     def _start(self, rng: np.random.Generator) -> None:
         asked = {} if self._options is None else {"options": self._options}
@@ -253,20 +257,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._text = self._written()
 
     def _advance(self, action: Action) -> Outcome:
-        config = self.config
-        inner_action: Any = None
-        if action != self.invalid_action:
-            space = self._action_space
-            if isinstance(space, spaces.Discrete):
-                inner_action = int(action) - 1 + self._first
-            elif space is None or is_text(space):
-                inner_action = action
-            else:
-                inner_action = read_numbers(space, str(action))
-        if inner_action is None:
+        inside = None if action == self.invalid_action else self._action_inside(action)
+        if inside is None:
             self._inner = {}
-            return Outcome(config.invalid_penalty, effective=False, valid=False)
-        answer = self.inner.step(inner_action)
+            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+        answer = self.inner.step(inside)
         with self._blaming("_advance"):
             self._seen, reward, terminated, truncated, info = check_step_result(answer, "step")
             before, self._text = self._text, self._written()
