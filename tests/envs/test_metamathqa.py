@@ -291,7 +291,6 @@ def test_settings_that_cannot_work_are_refused():
         {"checker": "guess"},
         {"decay": 2.0},
         {"min_reasoning": 5},
-        {"max_steps": 0},
         {"split": "test"},
     ):
         with pytest.raises(ConfigError, match=next(iter(refused))):

@@ -1,14 +1,9 @@
 """Pages, clicks and purchases, by hand on a shelf of three products."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import shelf
+from tests.envs.webshop import shelf
 
 from shoal.core.errors import ConfigError
 from shoal.envs import make
@@ -239,7 +234,6 @@ def test_settings_that_cannot_work_are_refused():
         ({"split": "dev"}, "split"),
         ({"nouns": "guess"}, "nouns"),
         ({"page_size": 0}, "page_size"),
-        ({"max_steps": 0}, "max_steps"),
         ({"num_products": 0}, "num_products"),
         ({"source": "items.json"}, "attributes_path"),
         ({"human_path": "human.json"}, "human_path goes with a file of products"),
