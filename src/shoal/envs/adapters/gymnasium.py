@@ -201,10 +201,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._form = "text" if space is None else describe_space(space)
         else:
             raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
+        seen = "text" if self._space is None else describe_space(self._space)
+        seen = "a drawing in text, highlighted cells in [ ]" if drawn else seen
         texts = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
         self.instructions = "\n\n".join(texts) or (
-            f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
-            f"An action is {self._form}."
+            f"You act in the environment {config.id}. An observation is {seen}. An action is {self._form}."
         )
 
     def _look_at_the_first_observation(self) -> None:
@@ -227,11 +228,6 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         if "make" in settings or not (isinstance(name, str) and name and isinstance(kwargs, Mapping)):
             return dict(settings)
         return {**settings, "make": _maker(name, kwargs)}
-
-    def _shown_as(self) -> str:
-        if self._drawn:
-            return "a drawing in text, highlighted cells in [ ]"
-        return "text" if self._space is None else describe_space(self._space)
 
     def _understood(self, text: str) -> str | None:
         return None if self._action_inside(text) is None else text
