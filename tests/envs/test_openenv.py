@@ -301,8 +301,11 @@ def answered(monkeypatch, **data):
     [{"reward": "1"}, {"reward": float("nan")}, {"reward": 10**400}, {"reward": [1]}, {"done": "false"}],
 )
 def test_an_answer_that_is_no_reward_or_end_is_an_env_error(monkeypatch, data):
+    env = answered(monkeypatch, **data)
     with pytest.raises(EnvError, match="a number as reward and true or false as done"):
-        answered(monkeypatch, **data).step("x")
+        env.step("x")
+    with pytest.raises(EnvError, match=r"reset\(\) first"):
+        env.step("x")
 
 
 def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):

@@ -152,6 +152,7 @@ def test_actions_of_a_text_space_are_free_text_of_the_length_that_it_says():
     assert env.projection("<action>iron bar</action>").actions == ("iron bar",)
     assert not env.projection("<action>a very long bar of iron</action>").valid
     env.reset(seed=0)
+    assert env.step("a very long bar of iron")[4]["action_is_valid"] is False
     assert env.step(THINGS[max(env.inner.pair)])[4]["success"] is True
 
 

@@ -18,12 +18,12 @@ from shoal.envs.catalogue import ADAPTERS, BUILT_IN
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Outcome, TextEnv
 
-PACKAGES = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "aviary")}
+PACKAGES = ("reasoning_gym", "textarena", "textworld", "gem", "aviary")
 
 
 def make(name):
     if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
+        pytest.importorskip(name)
     return shoal.envs.make(name, **NEEDED.get(name, {}))
 
 

@@ -1,5 +1,7 @@
 """Pages, clicks and purchases, by hand on a shelf of three products."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +126,18 @@ def test_pages_turn_and_forget_as_in_the_original(shop):
     env.step("click[back to search]")
     assert env.place.page == "search"
     assert "Total results: 0" in env.step("search[xyzzy]")[0]
+
+
+def test_a_value_of_several_options_is_one_of_the_last_of_them(shop, tmp_path):
+    options = {"Color": [{"value": "Oak"}, {"value": "Buy Now"}], "Wood": [{"value": "Oak"}]}
+    (tmp_path / "items.json").write_text(json.dumps([{**shelf.ITEMS[0], "customization_options": options}]))
+    env = shop()
+    env.reset(seed=0)
+    env.step("search[table]")
+    assert env.step("click[b000000001]")[4]["available_actions"][-1] == "click[oak]"
+    env.step("click[oak]")
+    assert env.place.options == {"wood": "oak"}
+    assert env.step("click[buy now]")[2]
 
 
 @pytest.mark.parametrize(
