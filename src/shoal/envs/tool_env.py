@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from shoal.envs.actions import Projection, ToolCall
 from shoal.envs.calls import calls_as_action, calls_of_action
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
-from shoal.envs.tools import Tool, check_names, function_tool, random_call
+from shoal.envs.tools import Tool, check_names, checked, function_tool, random_call
 
 C = TypeVar("C")
 MOST_ERROR = 500
@@ -84,7 +83,7 @@ class ToolEnv(TextEnv[C], ABC):
 
     def _advance(self, action: Action) -> Outcome:
         none = ToolCall("", "", f"an action must call a tool; there are: {', '.join(self._tools)}")
-        calls = list(map(self._with_problem, calls_of_action(str(action)))) or [none]
+        calls = [checked(call, self._tools) for call in calls_of_action(str(action))] or [none]
         good = [call for call in calls if call.error is None]
         said = iter(self._use(good) if good else ())
         uses = [
@@ -98,15 +97,6 @@ class ToolEnv(TextEnv[C], ABC):
         return outcome._replace(
             valid=outcome.valid and known, metrics={**outcome.metrics, "tool_results": shown}
         )
-
-    def _with_problem(self, call: ToolCall) -> ToolCall:
-        """A call with what is wrong with it, if anything is."""
-        if call.error is not None:
-            return call
-        if (tool := self._tools.get(call.name)) is None:
-            known = ", ".join(self._tools)
-            return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {known}")
-        return replace(call, error=tool.problem(call.arguments))
 
     def _info(self, outcome: Outcome) -> dict[str, Any]:
         if not self._steps:
