@@ -16,6 +16,7 @@ from shoal.core.data import encode_trajectory, read_trajectories, write_trajecto
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.envs.text import Outcome
 from shoal.rollout.factory import make_environments
+from shoal.rollout.hosts import episodes
 from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
@@ -227,6 +228,20 @@ def test_the_first_failure_is_told_with_its_line_and_those_like_it_are_counted(b
     assert more.startswith(
         f"{3 * failed - 1} more times an episode failed the same way; {failed} episodes are"
     )
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_whatever_goes_wrong_in_a_host_ends_its_episode_with_the_reason(backend, monkeypatch):
+    """No error may be lost in a thread: the driver would wait for ever."""
+
+    def without_words(error):
+        raise RuntimeError("there are no words for it")
+
+    monkeypatch.setattr(episodes, "with_frames", without_words)
+    played, _ = play(backend, fault="raise")
+    failed = [t for t in played if t.status != "ok"]
+    assert len(failed) == 2
+    assert all(t.status == "engine_error" and "there are no words for it" in t.error for t in failed)
 
 
 @pytest.mark.parametrize("backend", ["process", "loky"])

@@ -27,6 +27,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+_PATHS = sysconfig.get_paths()  # asked once, here: threads that ask it for the first time disturb each other
+_SITES = {Path(_PATHS["purelib"]), Path(_PATHS["platlib"])}
+"""Folders of installed packages."""
+
 
 class ShoalError(Exception):
     """The root: `except ShoalError` catches all that shoal itself raises."""
@@ -219,15 +223,13 @@ def place_of(function: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def owner(file: str) -> Literal["user", "package", "shoal"]:
     """Whose code a file is; "shoal" stands for Gymnasium and Python's library too."""
-    paths = sysconfig.get_paths()
-    packages = {Path(paths["purelib"]), Path(paths["platlib"])}
-    ours = [Path(__file__).parents[1], *(folder / "gymnasium" for folder in packages)]
+    ours = [Path(__file__).parents[1], *(folder / "gymnasium" for folder in _SITES)]
     path = Path(file)
     if file.startswith("<frozen") or any(map(path.is_relative_to, ours)):
         return "shoal"
-    if any(map(path.is_relative_to, packages)):
+    if any(map(path.is_relative_to, _SITES)):
         return "package"
-    return "shoal" if path.is_relative_to(paths["stdlib"]) else "user"
+    return "shoal" if path.is_relative_to(_PATHS["stdlib"]) else "user"
 
 
 @contextmanager

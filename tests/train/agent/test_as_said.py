@@ -194,3 +194,22 @@ def test_a_penalty_holds_on_to_the_weights_after_the_warm_up_or_before_it(base, 
         rows = list(trainer.train())
     assert rows[-1]["iteration"] == 2
     assert math.isfinite(rows[-1]["kl_to_reference"])
+
+
+def test_a_scheduled_penalty_falls_to_0_over_the_iterations(tmp_path):
+    settings = [
+        *BANDIT, "engine.name=tiny", "algorithm=grpo", "algorithm.kl.coef=0.4", "warmup.steps=20",
+        "trainer.iterations=4",
+    ]  # fmt: skip
+
+    def trained(schedule):
+        own = [f"algorithm.kl.schedule={schedule}", f"run_dir={tmp_path}/{schedule}"]
+        with AgentTrainer(compose_config("base", settings + own)) as trainer:
+            rows = (row for row in trainer.train() if row["iteration"])
+            return [(row["kl_coef"], weights_sha256(trainer.policy.module)) for row in rows]
+
+    falling, constant = trained("linear"), trained("constant")
+    assert [coef for coef, _ in falling] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [coef for coef, _ in constant] == [0.4] * 4
+    assert falling[0] == constant[0]
+    assert falling[1][1] != constant[1][1]

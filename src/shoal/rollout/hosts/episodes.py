@@ -259,7 +259,7 @@ class Slot:
             while isinstance(event, Reset | Step):
                 try:
                     ended = self._do(event)
-                except EnvFailedError as error:
+                except Exception as error:  # whatever it is, the driver waits for an answer
                     event = self._playing.throw(error)
                 else:
                     event = self._playing.send(ended)

@@ -125,6 +125,8 @@ class KLPenalty:
     """`loss`: added to the loss of each token; `reward`: taken off the reward of each token before advantages."""
     anchor: Literal["warmup", "start"] = "warmup"
     """The reference: the weights after the warm-up (the supervised model of the papers), or those before it."""
+    schedule: Decay = "constant"
+    """How `coef` falls towards 0 over `trainer.iterations`."""
 
     def __post_init__(self) -> None:
         check_ranges(self, coef="[0, inf)")
@@ -464,9 +466,8 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     known, replicas = _without(values, _FREE), values["engine"]["replicas"]
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
-    if (
-        values["algorithm"]["lr_schedule"] != "constant"
-    ):  # by which a rate depends on how many iterations there are
+    schedules = values["algorithm"]["lr_schedule"], values["algorithm"]["kl"]["schedule"]
+    if set(schedules) != {"constant"}:  # they depend on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     rewards = known.pop("rewards", [])
     known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]

@@ -109,6 +109,7 @@ class Totals:
             row["entropy"] = self.entropy / tokens
         if config.kl.coef:
             row["kl_to_reference"] = self.kl_to_reference / tokens
+            row["kl_coef"] = config.kl.coef
         if config.rollout_correction.method != "none":
             row["rollout_correction_mean"] = self.correction / tokens
         return row
