@@ -98,8 +98,8 @@ class Opponent:
             except (OSError, ValueError, LookupError, TypeError) as error:
                 final = isinstance(error, urllib.error.HTTPError) and error.code not in TRIED_AGAIN
                 if final or not isinstance(error, OSError) or time.monotonic() + wait > until:
-                    told = error.read(300) if isinstance(error, urllib.error.HTTPError) else b""
-                    said = f"{format_error(error)} {told.decode('utf-8', 'replace')}".strip()
+                    rest = error.read(300) if isinstance(error, urllib.error.HTTPError) else b""
+                    said = f"{format_error(error)} {rest.decode('utf-8', 'replace')}".strip()
                     raise EnvError(f"the opponent at {self.plays} gave no move: {said}") from error
             time.sleep(wait)
             wait *= 2
