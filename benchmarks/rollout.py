@@ -46,8 +46,8 @@ from shoal.envs.text import Outcome, TextEnv  # noqa: E402
 from shoal.rollout.episode import EpisodeId  # noqa: E402
 from shoal.rollout.hosts import episodes  # noqa: E402
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
-from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
-from shoal.rollout.hosts.processes import PipeHost  # noqa: E402
+from shoal.rollout.hosts.host import Hosts  # noqa: E402
+from shoal.rollout.hosts.processes import PipeHost, streams_of  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
 from shoal.rollout.play import Driver, ParallelRolloutManager  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
@@ -281,8 +281,9 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
         process = context.Process(target=_asks_only, args=(theirs, of_host), daemon=True)
         process.start()
         theirs.close()
-        host = await PipeHost(setup).open(pipe)
-        driver = Driver(LocalHosts(lambda: host), _Echo(), Sampling(), lambda index, ended: None)  # type: ignore[arg-type]
+        host = PipeHost(setup, await streams_of(pipe))
+        await host.start(None)
+        driver = Driver(Hosts(lambda: host), _Echo(), Sampling(), lambda index, ended: None)  # type: ignore[arg-type]
         began, cpu = time.perf_counter(), time.thread_time()
         await driver.play(assignments)
         seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
@@ -298,13 +299,15 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
 
 def _asks_only(pipe: Any, cpu: Any) -> None:
     """A host whose episodes ask for the same again and again; its seconds of CPU go into `cpu`."""
-    pipe.send_bytes(episodes.encode(episodes.Report(episodes.START, os.getpid())))
     began = time.process_time()
     turns: dict[int, int] = {}
     prompt = tuple(range(250))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             message = episodes.decode_message(pipe.recv_bytes())
+            if isinstance(message, episodes.Control):
+                pipe.send_bytes(episodes.encode(episodes.Report(message.slot, os.getpid())))
+                continue
             if isinstance(message, Begin):
                 turns[message.slot], most = 0, int(message.assignment.tag)
                 assignment = message.assignment

@@ -10,6 +10,12 @@ from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Outcome, TextEnv
 
+NEEDED = {
+    "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "openenv_tools": {"url": "http://127.0.0.1:9"},
+    "program": {"command": ["true"]},
+}  # fmt: skip
+"""Settings without which an adapter cannot be made."""
+
 
 class Counter(gymnasium.Env):
     """Starts at a number that the seed says and counts up by `size`, to a limit."""

@@ -13,8 +13,6 @@ import os
 import random
 import time
 
-import numpy as np
-
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 
@@ -60,21 +58,10 @@ class Triple(Well):
         return 0.0, False, False
 
 
-class OfNumpy(Well):
-    def _advance(self, action):
-        outcome = super()._advance(action)
-        return Outcome(np.float32(outcome.reward), np.bool_(outcome.terminated), np.bool_(outcome.success))
-
-
 class Unseeded(Well):
     def _start(self, rng):
         super()._start(rng)
         self.water = random.choice([0, 1, 4, 5])
-
-
-class Clock(Well):
-    def _start(self, rng):
-        self.water, self.bucket = time.perf_counter_ns(), 3
 
 
 class Remembers(Well):
@@ -105,11 +92,6 @@ class Leaves(Well):
         raise SystemExit(4)
 
 
-class Dies(Well):
-    def _advance(self, action):
-        os.kill(os.getpid(), 9)
-
-
 class Crashes(Well):
     def _advance(self, action):
         import ctypes
@@ -125,10 +107,6 @@ class NoConstructor(Well):
 '''
 
 MESSAGES = {
-    "Raises": (
-        "Raises._advance() raised RuntimeError: the rope tore",
-        '_advance: raise RuntimeError("the rope tore")',
-    ),
     "RaisesSeldom": ("RaisesSeldom._advance() raised KeyError: 'fish'", 'return {}["fish"]'),
     "Number": ("Number.observe() must return a string, got int (wells.py:",),
     "Triple": (
@@ -139,7 +117,6 @@ MESSAGES = {
         "Unseeded: the global state of random or numpy.random was changed; draw all that is random from the rng",
         "(wells.py:",
     ),
-    "Clock": ("Clock: two envs gave different episodes from one seed", "(wells.py:", "is shared by all envs"),
     "Remembers": (
         "the episode before changed the episode after reset()",
         "observation at reset is 'bucket at 1, water at",
@@ -148,7 +125,6 @@ MESSAGES = {
     "Sleeps": ("Sleeps._advance() did not return within 2 s", "_advance: time.sleep(1000)"),
     "Exits": ("Exits ended its process, which exited with code 3, in step 1 of seed",),
     "Leaves": ("Leaves._start() raised SystemExit: 4, in the reset of seed 0", "_start: raise SystemExit(4)"),
-    "Dies": ("Dies ended its process, which was killed by SIGKILL, in step 1 of seed 0",),
     "Crashes": (
         "Crashes._advance() ended its process, which was killed by SIGSEGV",
         "_advance: ctypes.string_at(0)",
@@ -183,9 +159,8 @@ def test_an_env_that_cannot_be_made_says_in_which_line(wells, capsys):
     assert 'in __init__: self.pump = open("/no/such/pump")' in said
 
 
-@pytest.mark.parametrize("kind", ["Well", "OfNumpy"])
-def test_an_env_without_a_fault_is_played_by_32_seeds(wells, capsys, kind):
-    assert main(["envs", "check", f"wells:{kind}"]) == 0
+def test_an_env_without_a_fault_is_played_by_32_seeds(wells, capsys):
+    assert main(["envs", "check", "wells:Well"]) == 0
     out = capsys.readouterr().out
     assert "32 episodes of at most 6 steps" in out
     assert "ok      gymnasium's check_env" in out

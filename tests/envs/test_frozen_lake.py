@@ -161,7 +161,6 @@ def test_array_observations_agree_with_the_text():
         {"size": 1},
         {"p": 0.0},
         {"success_rate": 2},
-        {"max_steps": 0},
         {"desc": ["SF", "F"]},
         {"desc": ["SX", "FG"]},
         {"desc": ["SF", "FF"]},
@@ -179,12 +178,3 @@ def test_a_config_that_cannot_work_is_refused(settings):
 def test_an_unknown_map_is_named_with_the_known_ones():
     with pytest.raises(UnknownNameError, match="4x4, 8x8"):
         FrozenLakeEnv(desc="5x5")
-
-
-def test_every_result_is_plain_python_or_numpy_of_the_declared_kind():
-    env = FrozenLakeEnv(observation="grid")
-    observation, _ = env.reset(seed=np.int64(3))
-    assert observation.dtype == np.int8
-    _, reward, terminated, truncated, info = env.step(np.int64(2))
-    assert [type(value) for value in (reward, terminated, truncated)] == [float, bool, bool]
-    assert type(info["seed"]) is int

@@ -252,7 +252,6 @@ def test_a_broken_level_names_its_line_and_fault(text, reason):
         {"dim_room": (3, 6)},
         {"num_boxes": 0},
         {"num_boxes": 20},
-        {"max_steps": 0},
         {"min_pushes": 31},
         {"min_pushes": 4, "max_pushes": 3},
         {"observation": "smell"},

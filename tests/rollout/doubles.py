@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -18,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from gymnasium.spaces import Discrete, Text
 
-from shoal import derive_seed, envs
+from shoal import TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 from shoal.rollout.journal import Journal
+from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
@@ -192,6 +194,39 @@ def with_env(env, **changes):
     settings = config(**changes)
     settings["custom_envs"]["Counter"]["env_type"] = "test_own"
     return settings
+
+
+def until(found, seconds=60):
+    """The first true value of `found`, which is waited for."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+    return value
+
+
+def in_lockstep(settings, engine, vector=None, **more):
+    """A player of the training side of these settings whose envs are stepped together."""
+    train, val = make_environments(settings | {"vector": vector or {"backend": "serial"}})
+    val.pool.close()
+    prompt, seed = PromptConfig(**settings["agent_proxy"]["prompt"]), settings["seed"]
+    return TrajectoryCollector(
+        train.pool, train.tags, train.roles, train.group_size, engine, prompt, seed, **more
+    )
+
+
+def check_faulty(calm, played, status, cause, n_turns):
+    """Of the episodes of `CounterEnv` those that are faulty have failed so, after so many turns; no other differs."""
+    failed = [trajectory for trajectory in played if trajectory.env_seed % 4 == 0]
+    assert 0 < len(failed) < len(played)
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.ended) == (status, "time" if status == "timeout" else "fault")
+            assert re.search(cause, now.error)
+            assert now.turns == before.turns[:n_turns]
+            assert not now.success
 
 
 # --- faults by name: which can be where

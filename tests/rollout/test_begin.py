@@ -3,41 +3,28 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, config, with_env
+from tests.rollout.doubles import CounterEnv, HashEngine, config, in_lockstep, until, with_env
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal import ParallelRolloutManager
 from shoal.core.errors import WorkerError
-from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
-PATIENCE = 60
-"""Seconds within which what was begun has happened."""
 
 
 def player(backend, engine, **changes):
     settings = config(**changes)
     if backend != "vector":
         return ParallelRolloutManager(settings, engine, backend=backend)
-    train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    return TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
+    return in_lockstep(settings, engine)
 
 
 @pytest.fixture(scope="module")
 def calm():
     with player("serial", HashEngine()) as playing:
         return {iteration: playing.collect(iteration, SAMPLING) for iteration in (3, 4)}
-
-
-def wait_for(happened):
-    end = time.monotonic() + PATIENCE
-    while not happened() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert happened()
 
 
 @pytest.mark.parametrize("backend", ["thread", "process", "loky"])
@@ -47,7 +34,7 @@ def test_hosts_play_what_has_begun_while_its_caller_does_something_else(calm, ba
         for iteration in calm:
             asked = sum(engine.batches)
             begun = playing.begin(iteration, SAMPLING)
-            wait_for(lambda: sum(engine.batches) == asked + 16 * 6)  # noqa: B023
+            until(lambda: sum(engine.batches) == asked + 16 * 6)  # noqa: B023
             assert playing.counts == (0, 16)  # what has ended is recorded when it is waited for
             assert begun.wait() == calm[iteration]
             assert playing.counts == (16, 16)
@@ -87,7 +74,7 @@ def test_closing_ends_what_has_begun(backend):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    wait_for(lambda: not {t.name for t in set(threading.enumerate()) - before} & {"shoal-episode"})
+    until(lambda: not {t.name for t in set(threading.enumerate()) - before} & {"shoal-episode"})
 
 
 def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothing(calm):
@@ -96,7 +83,7 @@ def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothin
         assert playing.collect(3, SAMPLING) == calm[3]
         asked = sum(engine.batches)
         begun = playing.begin(4, SAMPLING)
-        wait_for(lambda: sum(engine.batches) >= asked + 16)  # episodes are open in each worker
+        until(lambda: sum(engine.batches) >= asked + 16)  # episodes are open in each worker
         os.kill(playing.worker_pids()[0], signal.SIGKILL)
         assert begun.wait() == calm[4]
         assert playing.report.worker_deaths == 1

@@ -5,12 +5,11 @@ import json
 
 import pytest
 from tests.records import exchanges
-from tests.rollout.doubles import WORDS
+from tests.rollout.doubles import WORDS, in_lockstep
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, make_environments
+from shoal import ParallelRolloutManager, derive_seed
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
-from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.models import get_model
 from shoal.samplers.sampler import Sampling
@@ -86,13 +85,8 @@ def tiny_hash(tiny, mode):
 
 
 def test_episodes_played_one_env_step_abreast_are_those_of_the_serial_rollout(tiny, mode, tiny_hash):
-    train, _ = make_environments(config(1, mode) | {"vector": {"backend": "serial"}})
-    prompt = PromptConfig(**PROMPTS[mode])
-    collector = TrajectoryCollector(train.pool, train.tags, train.roles, MEMBERS, tiny, prompt, SEED)
-    try:
+    with in_lockstep(config(1, mode), tiny) as collector:
         assert whole(collector.collect(ITERATION, Sampling(TOKENS, 1.0, ("</action>",)))) == tiny_hash
-    finally:
-        collector.close()
 
 
 @pytest.mark.parametrize(

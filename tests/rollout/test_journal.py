@@ -5,15 +5,13 @@ import json
 import msgspec
 import pytest
 from tests.records import Exchange, trajectory_of
-from tests.rollout.doubles import BreakingOff, BrokenOff, HashEngine, config
+from tests.rollout.doubles import BreakingOff, BrokenOff, HashEngine, config, in_lockstep
 
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.factory import make_environments
 from shoal.rollout.journal import Journal
 from shoal.rollout.plan import Assignment, place_of
-from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
-from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.run.filters import collect_with_signal
 
@@ -107,18 +105,10 @@ def test_the_disk_is_waited_for_at_the_first_episode_and_then_now_and_then(tmp_p
 
 
 # --- on every backend
-def lockstep(settings, engine, journal=None):
-    train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    return TrajectoryCollector(
-        train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7, journal=journal
-    )
-
-
 def player(backend, engine, journal=None, **changes):
     settings = config(groups=4, **changes)
     if backend == "lockstep":
-        return lockstep(settings, engine, journal)
+        return in_lockstep(settings, engine, journal=journal)
     return ParallelRolloutManager(settings, engine, backend=backend, journal=journal)
 
 

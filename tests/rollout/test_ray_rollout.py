@@ -4,22 +4,15 @@ import threading
 
 import pytest
 from tests.rollout.doubles import (
-    WORDS,
-    BreakingOff,
-    BrokenOff,
     CounterEnv,
     HashEngine,
     InterruptingEngine,
+    check_faulty,
     config,
 )
-from tests.rollout.tools import functions
 
 from shoal import envs
-from shoal.core.data import encode_trajectory
-from shoal.rollout.journal import Journal
 from shoal.rollout.play import ParallelRolloutManager
-from shoal.rollout.rewards.judge import Judge
-from shoal.samplers.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -51,31 +44,6 @@ def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
     assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
 
 
-def test_tools_and_rewards_on_a_cluster_give_the_serial_trajectories(cluster):
-    call = '<tool_call>{"name": "%s", "arguments": {"%s": %s}}</tool_call>'
-    calls = call % ("add", "a", 2) + call % ("look", "city", '"oslo"') + call % ("fail", "text", '"x"')
-    engine = ScriptedEngine(lambda text, key: f"<action>{WORDS[0]}</action>" if key.path[-1] % 2 else calls)
-    settings = config(n_jobs=3)
-    settings["agent_proxy"]["max_tokens"] = 999
-    tools = [functions.add, functions.look, functions.fail]
-
-    def collect(backend):
-        with (
-            Judge(["env", lengths]) as judge,
-            ParallelRolloutManager(settings, engine, backend=backend, tools=tools, judge=judge) as manager,
-        ):
-            return b"".join(map(encode_trajectory, manager.collect(4)))
-
-    played = collect("ray")
-    assert played == collect("serial")
-    assert b'"result":"Norway"' in played
-    assert b'"error":"RuntimeError: no x here"' in played
-
-
-def lengths(episodes):
-    return [float(len(episode.turns)) for episode in episodes]
-
-
 def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
     assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
 
@@ -94,36 +62,8 @@ def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
         assert manager.collect(4) == play("serial")[0]
 
 
-def test_a_rollout_on_a_cluster_that_is_broken_off_goes_on_with_what_was_written_down(cluster, tmp_path):
-    path = tmp_path / "file"
-    for _ in range(2):
-        with (
-            ParallelRolloutManager(
-                config(), HashEngine(), backend="ray", journal=BreakingOff(path)
-            ) as manager,
-            pytest.raises(BrokenOff),
-        ):
-            manager.collect(4)
-    engine = HashEngine()
-    with ParallelRolloutManager(config(), engine, backend="ray", journal=Journal(path)) as manager:
-        assert manager.collect(4) == play("serial")[0]
-    assert sum(engine.batches) == 10 * 6  # of 16 episodes, all as long
-
-
-def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
-    from shoal.samplers.tiny import TinyEngine
-
-    engine = TinyEngine(WORDS, seed=1)
-    assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]
-
-
 def test_a_failing_env_on_a_cluster_ends_its_episode_alone(cluster):
-    calm = play("serial")[0]
-    for before, now in zip(calm, play("ray", fault="raise")[0], strict=True):
-        if now.env_seed % 4:
-            assert now == before
-        else:
-            assert now.status == "env_error"
+    check_faulty(play("serial")[0], play("ray", fault="raise")[0], "env_error", "KeyError", 2)
 
 
 def test_a_ray_worker_that_dies_is_replaced_and_nothing_changes(cluster, tmp_path):

@@ -8,13 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.rollout.doubles import WORDS, HashEngine, config
+from tests.rollout.doubles import WORDS, HashEngine, config, in_lockstep
 from tests.rollout.tools import functions
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal import ParallelRolloutManager
 from shoal.core.data import encode_trajectory
 from shoal.gateway.programs import sessions_of
-from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.scripted import ScriptedEngine
@@ -53,10 +52,7 @@ def play(backend, n_jobs, engine, sampling, tools=()):
         with ParallelRolloutManager(settings, engine, n_jobs, backend=backend, tools=tools) as manager:
             return digest(manager.collect(4, sampling))
     vector = {"backend": backend.split()[1]} | ({"num_workers": n_jobs} if n_jobs > 1 else {})
-    train, _ = make_environments(settings | {"vector": vector})
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    parts = train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7
-    with Toolbox(tools) as toolbox, TrajectoryCollector(*parts, toolbox=toolbox) as collector:
+    with Toolbox(tools) as toolbox, in_lockstep(settings, engine, vector, toolbox=toolbox) as collector:
         return digest(collector.collect(4, sampling))
 
 

@@ -12,9 +12,6 @@ import pytest
 import torch
 from tests.records import exchanges
 from tests.rollout.doubles import FakeServer, llama_engine
-from tests.rollout.tools.test_toolbox import NAMED, PARALLEL, said, scripted
-from tests.rollout.tools.test_toolbox import config as tools
-from tests.rollout.tools.test_toolbox import play as play_with_tools
 
 from shoal import ParallelRolloutManager
 from shoal.core.data import read_trajectories
@@ -120,17 +117,6 @@ def of_server(backend, n_jobs, kind="vllm"):
         return digest(manager.collect(0))
 
 
-def of_tools(backend):
-    """Prompts, answers and rewards of episodes with tools, two of them in one answer."""
-    engine = scripted(PARALLEL, said("look", city="rome"), "<action>left</action>")
-    told = [
-        [[call.new_prompt_ids, call.parent, call.response_ids] for call in t.calls]
-        + [u.reward for u in t.turns]
-        for t in play_with_tools(tools(NAMED), engine, backend)
-    ]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
 def known(name, found):
     """Whether this is the digest of that name, where digests of this kind of machine are known."""
     told = json.loads(KNOWN.read_text())
@@ -168,11 +154,6 @@ def test_a_server_writes_the_known_tokens_everywhere(backend, n_jobs):
     assert known("server", of_server(backend, n_jobs))
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_tools_are_shown_and_answered_in_the_known_tokens_everywhere(backend):
-    assert known("tools", of_tools(backend))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -200,6 +181,5 @@ if __name__ == "__main__":
             "llama": of_llama("serial", 1),
             "llama limited": of_llama("serial", 1, *LIMITS),
             "server": of_server("serial", 1),
-            "tools": of_tools("serial"),
         }
     KNOWN.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from tests.rollout.doubles import HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import HashEngine, InterruptingEngine, config, until
 
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.play import ParallelRolloutManager
@@ -46,13 +46,6 @@ def test_rollouts_that_several_threads_ask_for_are_played_one_after_another(calm
             assert result["value"] == calm[iteration]
 
 
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "loky"])
 def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(calm, backend):
     engine = HashEngine()
@@ -80,10 +73,7 @@ def test_threads_end_soon_after_an_interruption(backend):
     with manager_of(backend, engine, nap=0.1, groups=30, max_steps=50) as manager:
         with pytest.raises(KeyboardInterrupt):
             manager.collect(4)
-        end = time.monotonic() + 60
-        while any(thread.name == "shoal-episode" for thread in set(threading.enumerate()) - before):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: "shoal-episode" not in {t.name for t in set(threading.enumerate()) - before})
         asked = len(engine.batches)
         time.sleep(0.5)
         assert len(engine.batches) == asked

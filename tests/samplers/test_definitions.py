@@ -131,15 +131,3 @@ def test_weights_of_an_installed_package_are_used_where_they_are(tmp_path, monke
     found = tmp_path / "packed_model" / "weights.gguf" if there else None
     assert models._installed(packed) == found
     assert models._installed(replace(packed, module="no_such_model")) is None
-
-
-def test_programs_that_import_samplers_from_rollout_get_the_same_classes():
-    from shoal.rollout.samplers.sampler import Completion
-    from shoal.rollout.samplers.scripted import ScriptedEngine
-    from shoal.rollout.samplers.tokenizers import TinyTokenizer
-
-    from shoal.samplers import sampler, scripted, tokenizers
-
-    assert Completion is sampler.Completion
-    assert ScriptedEngine is scripted.ScriptedEngine
-    assert TinyTokenizer is tokenizers.TinyTokenizer

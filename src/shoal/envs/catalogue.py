@@ -629,14 +629,7 @@ def gymnasium_id(name: str) -> str:
     return f"shoal/{BUILT_IN[name].partition(':')[2].removesuffix('Env')}-v0"
 
 
-def register_with_gymnasium() -> None:
-    """Make shoal's own envs known to `gymnasium.make`; importing `shoal.envs` does it.
-
-    `gymnasium.make("shoal.envs:shoal/Sokoban-v0")` imports it by itself.
-    """
-    for name, where in BUILT_IN.items():
-        if gymnasium_id(name) not in gymnasium.registry:
-            gymnasium.register(gymnasium_id(name), entry_point=where)
-
-
-register_with_gymnasium()
+# `gymnasium.make("shoal.envs:shoal/Sokoban-v0")` imports this module by itself
+for _name, _where in BUILT_IN.items():
+    if gymnasium_id(_name) not in gymnasium.registry:
+        gymnasium.register(gymnasium_id(_name), entry_point=_where)

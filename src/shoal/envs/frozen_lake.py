@@ -231,18 +231,16 @@ def _ends(rng: np.random.Generator, config: FrozenLakeConfig) -> tuple[tuple[int
 
 def is_passable(lake: Sequence[str]) -> bool:
     """Whether the goal can be reached from the start without touching a hole."""
-    todo = [_find(lake, "S")]
+    cells, steps_of = "\n".join(lake), _steps_of(len(lake), len(lake[0]))
+    todo = [cells.index("S")]
     seen = set(todo)
     while todo:
-        row, column = todo.pop()
-        if lake[row][column] == "G":
+        place = todo.pop()
+        if cells[place] == "G":
             return True
-        for down, right in _MOVES:
-            cell = (row + down, column + right)
-            inside = 0 <= cell[0] < len(lake) and 0 <= cell[1] < len(lake[0])
-            if inside and cell not in seen and lake[cell[0]][cell[1]] != "H":
-                seen.add(cell)
-                todo.append(cell)
+        new = [near for near in steps_of[place] if near not in seen and cells[near] != "H"]
+        seen.update(new)
+        todo += new
     return False
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,13 @@ from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 
-# --- questions made by rule: a story, its exact answer and the steps between; a function of the generator alone
+# --- questions made by rule: a story and its exact answer; a function of the generator alone
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its final answer, and a worked solution that ends with it (may be empty)."""
+    """A question and its final answer."""
 
     text: str
     answer: str
-    solution: str = ""
 
 
 NAMES = (
@@ -73,97 +72,75 @@ def make_question(rng: np.random.Generator, steps: int) -> Question:
     """A word problem that takes about `steps` operations (1 to 8)."""
     dice = BulkRandom(rng)
     kinds = [kind for kind, (low, high) in KINDS.items() if low <= steps <= high]
-    text, answer, working = dice.choice(kinds)(dice, steps)
-    shown = as_text(answer)
-    return Question(text, shown, "\n".join([*working, f"The answer is: {shown}"]))
+    text, answer = dice.choice(kinds)(dice, steps)
+    return Question(text, as_text(answer))
 
 
-Story = tuple[str, Fraction, list[str]]
-N = TypeVar("N", int, Fraction)
-
-
-def add_up(values: Sequence[N], working: list[str]) -> N:
-    """The sum, with a line of working where there is more than one value."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    if len(values) > 1:
-        working.append(f"{' + '.join(map(as_text, values))} = {as_text(total)}")
-    return total
+Story = tuple[str, Fraction]
 
 
 def collection(dice: BulkRandom, steps: int) -> Story:
     """One person's things grow and shrink; each event is one operation."""
     name, other, item = dice.choice(NAMES[:13]), dice.choice(NAMES[13:]), dice.choice(ITEMS)
     count = dice.between(4, 40)
-    sentences, working = [f"{name} has {count} {item}."], []
+    sentences = [f"{name} has {count} {item}."]
     for _ in range(steps):
         kind = dice.between(0, 5)
         parts = [n for n in range(2, 7) if count % n == 0 and count > n]
         if kind == 0 and count > 3:
             lost = dice.between(1, count - 2)
             sentences.append(f"Then {name} gives {lost} of the {item} to {other}.")
-            new, sum_ = count - lost, f"{count} - {lost}"
+            count -= lost
         elif kind == 1 and count <= 200:
             times = dice.between(2, 4)
             word = {2: "twice", 3: "three times", 4: "four times"}[times]
             sentences.append(f"By the next week {name} has {word} as many {item} as before.")
-            new, sum_ = count * times, f"{count} * {times}"
+            count *= times
         elif kind == 2 and parts:
             part = dice.choice(parts)
             sentences.append(f"{name} loses 1/{part} of the {item}.")
-            new, sum_ = count - count // part, f"{count} - {count} / {part}"
+            count -= count // part
         elif kind == 3:
             packs, each = dice.between(2, 9), dice.between(2, 12)
             sentences.append(f"{name} buys {packs} {dice.choice(CONTAINERS)} with {each} {item} in each.")
-            new, sum_ = count + packs * each, f"{count} + {packs} * {each}"
+            count += packs * each
         else:
             found = dice.between(2, 60)
             sentences.append(f"{other} sends {name} {found} more {item}.")
-            new, sum_ = count + found, f"{count} + {found}"
-        working.append(f"{sum_} = {new}")
-        count = new
+            count += found
     sentences.append(f"How many {item} does {name} have now?")
-    return " ".join(sentences), Fraction(count), working
+    return " ".join(sentences), Fraction(count)
 
 
 def shopping(dice: BulkRandom, steps: int) -> Story:
     """Several goods at their prices, and the change from a round sum."""
     name = dice.choice(NAMES)
-    goods = dice.sample(GOODS, max(1, steps - 1))
-    costs: list[Fraction] = []
-    parts, working = [], []
-    for good in goods:
+    total, parts = Fraction(0), []
+    for good in dice.sample(GOODS, max(1, steps - 1)):
         amount, price = dice.between(1, 6), Fraction(dice.between(4, 160), 4)
         parts.append(f"{amount} {good}{'s' if amount > 1 else ''} at ${float(price):.2f} each")
-        costs.append(amount * price)
-        working.append(f"{amount} * {as_text(price)} = {as_text(costs[-1])}")
-    total = add_up(costs, working)
+        total += amount * price
     paid = (int(total) // 50 + 1) * 50
-    working.append(f"{paid} - {as_text(total)} = {as_text(paid - total)}")
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
     text = f"{name} buys {listed}, and pays with ${paid}. How many dollars does {name} get back?"
-    return text, paid - total, working
+    return text, paid - total
 
 
 def discount(dice: BulkRandom, steps: int) -> Story:
     """A price after one or several percentages."""
     good, price = dice.choice(GOODS), Fraction(dice.between(2, 40) * 10)
-    sentences, working = [f"A {good} costs ${price}."], []
+    sentences = [f"A {good} costs ${price}."]
     for _ in range(steps):
         percent, up = dice.between(1, 10) * 5, dice.between(0, 2) == 0
         sentences.append(f"Its price is then {'raised' if up else 'cut'} by {percent}%.")
-        new = price * (100 + (percent if up else -percent)) / 100
-        working.append(f"{as_text(price)} * {100 + (percent if up else -percent)} / 100 = {as_text(new)}")
-        price = new
-    return " ".join([*sentences, "What does it cost in the end, in dollars?"]), price, working
+        price = price * (100 + (percent if up else -percent)) / 100
+    return " ".join([*sentences, "What does it cost in the end, in dollars?"]), price
 
 
 def journey(dice: BulkRandom, steps: int) -> Story:
     """Legs of a journey at their speeds: the distance, or the mean speed."""
     name, legs = dice.choice(NAMES), max(1, steps - 1)
-    distances: list[int] = []
-    hours, sentences, working = Fraction(0), [], []
+    distance, hours, sentences = Fraction(0), Fraction(0), []
     for leg in range(legs):
         speed, halves = dice.between(2, 30) * 4, dice.between(1, 8)
         time = Fraction(halves, 2)
@@ -171,36 +148,31 @@ def journey(dice: BulkRandom, steps: int) -> Story:
         sentences.append(
             f"{name} {verb} for {as_text(time)} hour{'' if time == 1 else 's'} at {speed} km per hour."
         )
-        working.append(f"{as_text(time)} * {speed} = {as_text(time * speed)}")
-        distances.append(int(time * speed))
+        distance += time * speed
         hours += time
-    distance = add_up(distances, working)
     if legs > 1 and dice.between(0, 1):
-        working.append(f"{distance} / {as_text(hours)} = {as_text(Fraction(distance) / hours)}")
         question = "What is the average speed of the whole trip, in km per hour? Give an exact number."
-        return " ".join([*sentences, question]), Fraction(distance) / hours, working
-    return " ".join([*sentences, "How many km is that in all?"]), Fraction(distance), working
+        return " ".join([*sentences, question]), distance / hours
+    return " ".join([*sentences, "How many km is that in all?"]), distance
 
 
 def ages(dice: BulkRandom, steps: int) -> Story:
     """A chain of people, each compared with the one before."""
     people = dice.sample(NAMES, steps + 1)
     age = dice.between(5, 14)
-    sentences, working = [f"{people[0]} is {age} years old."], []
+    sentences = [f"{people[0]} is {age} years old."]
     for before, name in itertools.pairwise(people):
         kind, years = dice.between(0, 2), dice.between(2, 9)
         if kind == 0 and age < 60:
             sentences.append(f"{name} is twice as old as {before}.")
-            new, sum_ = 2 * age, f"2 * {age}"
+            age *= 2
         elif kind == 1 and age > years + 1:
             sentences.append(f"{name} is {years} years younger than {before}.")
-            new, sum_ = age - years, f"{age} - {years}"
+            age -= years
         else:
             sentences.append(f"{name} is {years} years older than {before}.")
-            new, sum_ = age + years, f"{age} + {years}"
-        working.append(f"{sum_} = {new}")
-        age = new
-    return " ".join([*sentences, f"How old is {people[-1]}?"]), Fraction(age), working
+            age += years
+    return " ".join([*sentences, f"How old is {people[-1]}?"]), Fraction(age)
 
 
 def sharing(dice: BulkRandom, steps: int) -> Story:
@@ -209,14 +181,11 @@ def sharing(dice: BulkRandom, steps: int) -> Story:
     amounts = [(dice.between(2, 8), dice.between(3, 15)) for _ in range(max(1, steps - 1))]
     children = dice.between(2, 8)
     parts = [f"{count} {container} with {each} {item} in each" for count, each in amounts]
-    working = [f"{count} * {each} = {count * each}" for count, each in amounts]
-    total = add_up([count * each for count, each in amounts], working)
-    working.append(f"{total} / {children} = {as_text(Fraction(total, children))}")
     text = (
         f"There are {' and '.join(parts)}. They are divided equally among {children} children, cutting "
         f"where that is needed. How many {item} does each child get? Give an exact number."
     )
-    return text, Fraction(total, children), working
+    return text, Fraction(sum(count * each for count, each in amounts), children)
 
 
 KINDS: dict[Callable[[BulkRandom, int], Story], tuple[int, int]] = {
@@ -245,7 +214,7 @@ def load_questions(path: str) -> list[Question]:
         answer = final_answer(str(solution))
         if answer is None:
             raise DataError(f"{where}: its answer has no end like 'The answer is: 7' or '#### 7'")
-        questions.append(Question(str(text), answer, str(solution)))
+        questions.append(Question(str(text), answer))
     return questions
 
 

@@ -98,14 +98,11 @@ class Opponent:
             except (OSError, ValueError, LookupError, TypeError) as error:
                 final = isinstance(error, urllib.error.HTTPError) and error.code not in TRIED_AGAIN
                 if final or not isinstance(error, OSError) or time.monotonic() + wait > until:
-                    raise EnvError(f"the opponent at {self.plays} gave no move: {_said(error)}") from error
+                    rest = error.read(300) if isinstance(error, urllib.error.HTTPError) else b""
+                    said = f"{format_error(error)} {rest.decode('utf-8', 'replace')}".strip()
+                    raise EnvError(f"the opponent at {self.plays} gave no move: {said}") from error
             time.sleep(wait)
             wait *= 2
-
-
-def _said(error: Exception) -> str:
-    text = error.read(300).decode("utf-8", "replace") if isinstance(error, urllib.error.HTTPError) else ""
-    return f"{format_error(error)} {text}".strip()
 
 
 def _at_random(seen: Any, moves: Sequence[Any], rng: np.random.Generator) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from shoal.envs.actions import Projection, ToolCall
 from shoal.envs.calls import calls_as_action, calls_of_action
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
-from shoal.envs.tools import Tool, check_names, function_tool, random_call
+from shoal.envs.tools import Tool, check_names, checked, function_tool, random_call
 
 C = TypeVar("C")
 MOST_ERROR = 500
@@ -41,7 +40,7 @@ class ToolEnv(TextEnv[C], ABC):
     action_space = FreeText(1 << 20)
     invalid_action = ""
     invalid_penalty: float = 0.0
-    """Reward of a step in which no call could be made."""
+    """Reward of a step in which no call could be made; that of the `Config` goes before that of the class."""
     _tools: Mapping[str, Tool] = MappingProxyType({})
 
     @abstractmethod
@@ -84,28 +83,20 @@ class ToolEnv(TextEnv[C], ABC):
 
     def _advance(self, action: Action) -> Outcome:
         none = ToolCall("", "", f"an action must call a tool; there are: {', '.join(self._tools)}")
-        calls = list(map(self._with_problem, calls_of_action(str(action)))) or [none]
+        calls = [checked(call, self._tools) for call in calls_of_action(str(action))] or [none]
         good = [call for call in calls if call.error is None]
         said = iter(self._use(good) if good else ())
         uses = [
             next(said) if call.error is None else ToolUse(call.name, call.arguments, error=call.error)
             for call in calls
         ]
-        outcome = self._outcome() if good else Outcome(self.invalid_penalty, effective=False)
+        penalty = getattr(self.config, "invalid_penalty", self.invalid_penalty)
+        outcome = self._outcome() if good else Outcome(penalty, effective=False)
         shown = [use.result if use.error is None else {"error": use.error} for use in uses]
         known = all(call.name in self._tools for call in calls)
         return outcome._replace(
             valid=outcome.valid and known, metrics={**outcome.metrics, "tool_results": shown}
         )
-
-    def _with_problem(self, call: ToolCall) -> ToolCall:
-        """A call with what is wrong with it, if anything is."""
-        if call.error is not None:
-            return call
-        if (tool := self._tools.get(call.name)) is None:
-            known = ", ".join(self._tools)
-            return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {known}")
-        return replace(call, error=tool.problem(call.arguments))
 
     def _info(self, outcome: Outcome) -> dict[str, Any]:
         if not self._steps:

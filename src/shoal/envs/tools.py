@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -175,6 +175,15 @@ def check_names(tools: Sequence[Tool]) -> None:
             raise EnvError(f"the name of a tool must match {NAME.pattern}, got {name!r:.80}")
         if names.count(name) > 1:
             raise EnvError(f"an env has two tools named {name!r}: rename one")
+
+
+def checked(call: ToolCall, tools: Mapping[str, Tool]) -> ToolCall:
+    """A call with what is wrong with it, if anything is."""
+    if call.error is not None:
+        return call
+    if (tool := tools.get(call.name)) is None:
+        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools)}")
+    return replace(call, error=tool.problem(call.arguments))
 
 
 def random_call(tool: Tool, rng: np.random.Generator) -> ToolCall | None:

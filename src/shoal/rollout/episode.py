@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -88,16 +88,6 @@ class EpisodeId:
         )  # fmt: skip
 
 
-class Question(NamedTuple):
-    """The new part of a request."""
-
-    turn: int
-    new_ids: tuple[int, ...]
-    goes_on: bool
-    """Whether `new_ids` follow the prompt and the response of the turn before."""
-    images: tuple[str, ...]
-
-
 class Episode:
     """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`.
 
@@ -115,7 +105,8 @@ class Episode:
         self._past: list[PastTurn] = []
         self._used: tuple[ToolUse, ...] = ()  # of the turn before
         self._prompt: tuple[int, ...] = ()
-        self._known = 0  # tokens of the prompt that the turn before had
+        self.known = 0
+        """Tokens of the last request that the turn before had."""
         self._completion = Completion((), (), "stop")  # of what is given as text
         self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._chat: list[Message] = []
@@ -152,7 +143,7 @@ class Episode:
             self._prompt = before + tools.extend_results(self._before[1], self._used)
         else:
             self._prompt = prompter.prompt(scene, self._before)
-        self._known = len(before) if before and self._prompt[: len(before)] == before else 0
+        self.known = len(before) if before and self._prompt[: len(before)] == before else 0
         if prompter.config.mode == "append" or tools is not None:
             said: Message = {"role": "user", "content": prompter.message(scene)}
             if prompter.config.mode == "window" and not self._used:
@@ -171,11 +162,6 @@ class Episode:
             )
         key = self.place.key(len(self._turns))
         return Request(self._prompt, key, self._sampling, self._images)
-
-    def question(self) -> Question:
-        """The new part of the next request, for hosts that send only differences."""
-        self.request()
-        return Question(len(self._turns), self._prompt[self._known :], self._known > 0, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
         """Record the engine's response; returns the env actions of this turn, to be stepped one by one.
@@ -265,10 +251,10 @@ class Episode:
         words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
         if used and self._projected.valid:
             words = ", ".join(f"call {use.name}" for use in used)
-        parent = len(self._calls) - 1 if self._known else None
+        parent = len(self._calls) - 1 if self.known else None
         self._calls.append(
             Call(
-                self._prompt[self._known :],
+                self._prompt[self.known :],
                 parent,
                 completion.token_ids,
                 completion.logprobs,

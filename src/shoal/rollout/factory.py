@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from shoal.core.configuration import check_settings, from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import available_cpus, in_own_thread
-from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
 from shoal.envs.tools import Tool, tools_of
 from shoal.rollout.episode import Role
@@ -29,17 +28,6 @@ from shoal.vector.vector_env import VectorPool
 C = TypeVar("C")
 STEP_TIMEOUT = 60.0
 """Default, in seconds."""
-
-
-class _Facts(NamedTuple):
-    """What all envs of a kind have in common."""
-
-    instructions: str
-    projection: Projection
-    max_steps: int
-    draws_actions: bool
-    tools: tuple[Tool, ...] | None = None
-    """Of an env that acts by them, in its episode with seed 0."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +55,20 @@ class EnvTag:
             raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
         from_mapping(PromptConfig, self.prompt, "prompt.")
 
-    def facts(self) -> _Facts:
-        """Spaces, words and limits of this kind of env; the first call makes one and closes it."""
-        known: _Facts | None = self.__dict__.get("_facts")
+    def role(self) -> Role:
+        """What all envs of this kind have in common; the first call makes one and closes it."""
+        known: Role | None = self.__dict__.get("_role")
         if known is not None:
             return known
         env = resolve_text(self.env_type, self.env_config)()
         try:
             tools = tools_of(env.reset(seed=0)[1]) if env.calls_tools else None
-            known = _Facts(env.instructions, env.projection, env.max_steps, env.draws_actions, tools)
+            known = Role(
+                "", env.instructions, env.projection, env.max_steps, self.prompt, env.draws_actions, tools
+            )
         finally:
             close_env(env)
-        self.__dict__["_facts"] = known
+        self.__dict__["_role"] = known
         return known
 
 
@@ -280,16 +270,14 @@ def make_roles(
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
-        facts = _facts_of(tag, kind)
-        limits = (max_turn, kind.max_actions_per_traj, facts.max_steps)
+        role = _role_of(tag, kind)
+        limits = (max_turn, kind.max_actions_per_traj, role.max_turns)
         turns = min(limit for limit in limits if limit is not None)
-        projection = facts.projection
+        projection = role.projection
         if (most := kind.max_actions_per_turn) > 1:
             projection = replace(projection, separator=kind.action_sep, max_actions=most)
-        prompt = kind.prompt if facts.tools is None else {**TOOL_PROMPT, **kind.prompt}
-        roles[tag] = Role(
-            tag, facts.instructions, projection, turns, prompt, facts.draws_actions, facts.tools
-        )
+        prompt = kind.prompt if role.tools is None else {**TOOL_PROMPT, **kind.prompt}
+        roles[tag] = replace(role, tag=tag, projection=projection, max_turns=turns, prompt=prompt)
     return roles
 
 
@@ -360,9 +348,9 @@ def _fits(tag: str, kind: EnvTag, prompt: PromptConfig) -> None:
 def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     """Make an env of a kind and close it; a constructor that takes too long is abandoned in its thread."""
     if seconds is None:
-        _facts_of(tag, kind)
+        _role_of(tag, kind)
         return
-    tried = in_own_thread(lambda: _facts_of(tag, kind), f"shoal-try-{tag}")
+    tried = in_own_thread(lambda: _role_of(tag, kind), f"shoal-try-{tag}")
     if not wait([tried], seconds).done:
         raise ConfigError(
             f"custom_envs.{tag}: making one env of {kind.env_type!r} took longer than {seconds:g} s "
@@ -371,8 +359,8 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     tried.result()
 
 
-def _facts_of(tag: str, kind: EnvTag) -> _Facts:
+def _role_of(tag: str, kind: EnvTag) -> Role:
     try:
-        return kind.facts()
+        return kind.role()
     except (ShoalError, ImportError, AttributeError) as error:
         raise ConfigError(f"custom_envs.{tag}: {error}") from error

@@ -11,14 +11,14 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shoal.core.data import MOST_REWARD
-from shoal.core.errors import ShoalError, WorkerDiedError, with_frames
+from shoal.core.data import MOST_REWARD, Status
+from shoal.core.errors import EnvError, WorkerDiedError, whole_characters, with_frames
 from shoal.core.workers import WorkerProcess
-from shoal.rollout.hosts.processes import Pipe, ended_how
+from shoal.rollout.hosts.processes import ended_how, framed, received, streams_of
 
 PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""
@@ -28,12 +28,20 @@ Failing = Literal["raised", "no result", "fault"]
 """How a program comes to no result: it raises, ends by itself without a reward, or dies, is ended, or never runs."""
 
 
-class FunctionFailedError(ShoalError):
-    """A function that came to no result."""
+class ProgramFailedError(EnvError):
+    """A program that came to no result; `status` is that of its episode where it does not count."""
 
-    def __init__(self, text: str, how: Failing = "fault") -> None:
-        super().__init__(text)
+    def __init__(self, text: str, how: Failing = "fault", status: Status = "env_error") -> None:
+        super().__init__(whole_characters(text))
         self.how: Failing = how
+        self.status: Status = status
+
+
+class Result(NamedTuple):
+    """The result of a program, as its last line has it."""
+
+    reward: float
+    success: bool = False
 
 
 class FunctionProcesses:
@@ -59,8 +67,7 @@ class FunctionProcesses:
 
         Raises:
             TimeoutError: it does not answer within so many seconds.
-            FunctionFailedError: it answers with text, which says what failed, or with `{how: text}`; or it died, or
-                cannot be started.
+            ProgramFailedError: it answers with `{how: text}`, which says what failed; or it died, or cannot be started.
         """
         process = self._idle.pop() if self._idle else None
         try:
@@ -73,7 +80,7 @@ class FunctionProcesses:
             if process is not None:
                 process.close()
             if isinstance(error, WorkerDiedError):
-                raise FunctionFailedError(str(error)) from error
+                raise ProgramFailedError(str(error)) from error
             raise
         self._idle.append(process)
         return answer
@@ -89,29 +96,17 @@ class FunctionProcesses:
 
 
 async def _answer_of(process: WorkerProcess, given: Any) -> Any:
-    arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def received(data: bytes) -> None:
-        if not arrived.done():
-            arrived.set_result(data)
-
-    def ended() -> None:
-        if not arrived.done():
-            how = ended_how(process)
-            arrived.set_exception(FunctionFailedError(f"the process of the function {how}"))
-
-    pipe = Pipe(received, ended)
-    await pipe.open(process.pipe)
+    reader, writer = await streams_of(process.pipe)
     try:
-        pipe.send(json.dumps(given).encode())
-        answer = json.loads(await arrived)
+        writer.write(framed(json.dumps(given).encode()))
+        answer = json.loads(await received(reader))
+    except (OSError, EOFError) as error:
+        raise ProgramFailedError(f"the process of the function {ended_how(process)}") from error
     finally:
-        pipe.close()
+        writer.transport.abort()
     if isinstance(answer, dict):
         ((how, text),) = answer.items()
-        raise FunctionFailedError(text, how)
-    if isinstance(answer, str):
-        raise FunctionFailedError(answer)
+        raise ProgramFailedError(text, how)
     return answer
 
 
@@ -165,11 +160,11 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def result_of(value: Any) -> tuple[float, bool]:
+def result_of(value: Any) -> Result:
     """Reward and success that a program or a function names; a reward of 1 or more is a success if it does not say so.
 
     >>> result_of(0.5), result_of({"reward": 0, "success": True})
-    ((0.5, False), (0.0, True))
+    (Result(reward=0.5, success=False), Result(reward=0.0, success=True))
 
     Raises:
         ValueError: it is no result.
@@ -182,4 +177,4 @@ def result_of(value: Any) -> tuple[float, bool]:
         raise ValueError(f'the result must be a reward or such as {{"reward": 1.0}}, got {value!r:.200}')
     if not isinstance(success, numbers.Real | np.bool_ | None):
         raise ValueError(f"success must be true or false, got {success!r:.200}")
-    return float(given), bool(given >= 1 if success is None else success)
+    return Result(float(given), bool(given >= 1 if success is None else success))

@@ -32,22 +32,17 @@ def assignments_of(
     first_group: int = 0,
     n_groups: int | None = None,
 ) -> list[Assignment]:
-    """The episodes of these groups, group by group, member by member."""
-    groups = group_numbers(first_group, n_groups, len(tags))
+    """The episodes of these groups, group by group, member by member; `slot_of` says whose tag each has."""
+    count = len(tags) if n_groups is None else n_groups
+    if not 1 <= count <= len(tags):
+        raise ValueError(f"n_groups must be in [1, {len(tags)}], the number of tags, got {count}")
+    if first_group < 0:
+        raise ValueError(f"first_group must be at least 0, got {first_group}")
+    groups = range(first_group, first_group + count)
     return [
         Assignment(index, place_of(seed, iteration, group, member), tags[slot_of(group, tags)])
         for index, (group, member) in enumerate(product(groups, range(group_size)))
     ]
-
-
-def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:
-    """The numbers of the groups to play; group g is of the kind `tags[slot_of(g, tags)]`."""
-    count = n_tags if n_groups is None else n_groups
-    if not 1 <= count <= n_tags:
-        raise ValueError(f"n_groups must be in [1, {n_tags}], the number of tags, got {count}")
-    if first_group < 0:
-        raise ValueError(f"first_group must be at least 0, got {first_group}")
-    return range(first_group, first_group + count)
 
 
 def slot_of(group: int, tags: Sequence[str]) -> int:

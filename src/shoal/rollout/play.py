@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import queue
 import threading
@@ -27,7 +26,7 @@ from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import NoEnvs, make_roles, validate_environment_config
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Refused, Reply, Sampled, Setup, Use, Used
-from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError, InlineHost, LocalHosts
+from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError, InlineHost
 from shoal.rollout.hosts.pool import EnvPool, VectorHost
 from shoal.rollout.hosts.processes import make_hosts
 from shoal.rollout.journal import Journal
@@ -45,8 +44,6 @@ from shoal.samplers.sampler import ChatTokenizer, Request, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
 NO_LIMITS, ONE_AT_ONCE = ParallelConfig(), ParallelConfig(episodes_at_once=1)
-MOST_SLOTS = 1 << 20
-"""Of a host's share of the episodes."""
 LOOK_SECONDS = 1.0
 """Between two looks at envs that may hang, at most."""
 INTERRUPTED_SECONDS = 30.0
@@ -99,7 +96,6 @@ class Driver:
         self._watching: asyncio.Task[None] | None = None
         self._no_hosts: HostsFailedError | None = None  # why there can be no more
         self._in_use: set[Host] = set()
-        self._more_slots = itertools.count(MOST_SLOTS)  # beside those of a host's share
 
     async def stop(self) -> None:
         """Break off what is played, and wait for its end."""
@@ -183,10 +179,9 @@ class Driver:
 
     def _lost(self, host: Host, slot: int, job: _Job, error: HostLostError) -> None:
         """A host is lost with this episode: play that again, alone if it may be the cause."""
-        if host in self._in_use and (host.lost or error.hung):
+        if host in self._in_use:
             self.report.worker_deaths += 1
-            if host.lost:
-                self._in_use.discard(host)
+            self._in_use.discard(host)
             gone = f"a rollout worker is gone, and {error.open_slots} of the episodes were open"
             self._failures.add(gone, str(error), "the finished ones are kept, the open ones are played again")
         if not error.open_slots:  # it was lost before this episode began
@@ -211,8 +206,8 @@ class Driver:
                     raise _not_here(failed) from failed
                 self._in_use.add(host)
                 try:
-                    await self._play(host, next(self._more_slots), job)
-                    await self._hosts.dismiss(host)
+                    await self._play(host, 0, job)
+                    await host.close_envs()
                     return
                 except HostLostError as again:
                     error = again
@@ -220,8 +215,8 @@ class Driver:
                     self.report.worker_deaths += 1
                     self.report.replayed_episodes += 1
                 finally:
-                    if host.lost:
-                        self._in_use.discard(host)
+                    self._in_use.discard(host)
+                    host.end()
         status: Status = "timeout" if error.hung else "env_error"
         why = f"{job.deaths} workers that played it were lost, at last: {error}"
         self._end(job, Ended(0, job.assignment.place.record(job.assignment.tag, status, why)))
@@ -236,7 +231,7 @@ class Driver:
             found = await asyncio.gather(*(host.overdue() for host in hosts))
             for host, overdue in zip(hosts, found, strict=True):
                 for slot, why in overdue:
-                    host.give_up(slot, why)
+                    host.lose(why, hung=True, slot=slot)
 
     # --- one episode
     async def _play(self, host: Host, slot: int, job: _Job) -> None:
@@ -372,7 +367,7 @@ class TrajectoryCollector(Closing):
         self.prompter = Prompter(prompt, engine.tokenizer, self.toolbox.chat(engine.tokenizer))
         self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size
-        self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self.roles, self.prompter, env_retries))
+        self._here = Hosts(lambda: VectorHost(envs, n, self.roles, self.prompter, env_retries))
         self._hosts: Hosts | None = None  # beside the caller's thread
         self._workers = 0
         self._inference: SamplerClient | None = None
@@ -652,7 +647,7 @@ class ParallelRolloutManager(TrajectoryCollector):
             self.roles, proxy.prompt, engine.tokenizer, own.env_retries, own.step_timeout, own.make_timeout,
             self.prompter.tools,
         )  # fmt: skip
-        self._here, self._settings_here = LocalHosts(partial(InlineHost, self._setup)), ONE_AT_ONCE
+        self._here, self._settings_here = Hosts(partial(InlineHost, self._setup)), ONE_AT_ONCE
         self._workers = 1 if self.backend == "serial" else self.n_jobs
 
     def _sampling(self) -> Sampling:

@@ -18,21 +18,21 @@ import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn
-from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
+from shoal.core.errors import ConfigError, EngineError
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
-from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
+from shoal.rollout.functions import FunctionProcesses, ProgramFailedError, Result, result_of, serve_function
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Message
-from shoal.rollout.hosts.host import Host, LocalHosts
+from shoal.rollout.hosts.host import Host, Hosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
 
@@ -119,7 +119,7 @@ def programs_of(
     return {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
 
 
-class ProgramHosts(LocalHosts):
+class ProgramHosts(Hosts):
     """Hosts of programs, all in the loop of the driver.
 
     Args:
@@ -141,23 +141,6 @@ class ProgramHosts(LocalHosts):
             await super().close()
         finally:
             await self._sessions.close()
-
-
-class ProgramFailedError(EnvError):
-    """A program that came to no result; `status` is that of its episode where it does not count."""
-
-    def __init__(self, text: str, how: Failing = "fault", status: Status = "env_error") -> None:
-        super().__init__(whole_characters(text))
-        self.how: Failing = how
-        self.status: Status = status
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a program, as its last line has it."""
-
-    reward: float
-    success: bool = False
 
 
 class End(NamedTuple):
@@ -312,8 +295,6 @@ class ProgramHost(Host):
             raise ProgramFailedError(
                 f"the function did not return within {config.timeout:g} s (timeout)", status="timeout"
             ) from None
-        except FunctionFailedError as error:
-            raise ProgramFailedError(str(error), error.how) from error
 
     def pids(self) -> list[int]:
         """The processes of functions that wait for an episode."""
@@ -437,7 +418,7 @@ def read_result(output: str) -> Result:
     try:
         value = json.loads(last)
         if isinstance(value, dict):
-            return Result(*result_of(value))
+            return result_of(value)
     except (ValueError, RecursionError):
         pass
     raise ProgramFailedError(

@@ -43,30 +43,8 @@ ITEMS = [
         "query": "women's dresses",
         "customization_options": {"Color": [{"value": "Navy"}, {"value": "Dusty Pink"}], "Fit Type": None},
     },
-    {
-        "asin": "B000000001",
-        "name": "The same asin again",
-        "full_description": "",
-        "small_description": [],
-        "pricing": "$1",
-        "images": [""],
-        "product_category": "",
-        "category": "",
-        "query": "",
-        "customization_options": "",
-    },
-    {
-        "asin": "B00000000100",
-        "name": "An asin that is too long",
-        "full_description": "",
-        "small_description": [],
-        "pricing": "$1",
-        "images": [""],
-        "product_category": "",
-        "category": "",
-        "query": "",
-        "customization_options": "",
-    },
+    {"asin": "B000000001", "name": "The same asin again"},
+    {"asin": "B00000000100", "name": "An asin that is too long"},
 ]
 
 ATTRIBUTES = {

@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import shelf
+from tests.envs.webshop import shelf
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs import make
@@ -253,8 +251,7 @@ def test_the_same_seed_makes_the_same_shop_everywhere():
     assert len(set(expected)) == 3
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(fingerprint, range(3))) == expected
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_catalogue"
-    code += "; print(test_catalogue.fingerprint(1))"
+    code = "from tests.envs.webshop.test_catalogue import fingerprint; print(fingerprint(1))"
     environment = {**os.environ, "PYTHONHASHSEED": "random", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.stdout.rstrip("\n") == expected[1], run.stderr

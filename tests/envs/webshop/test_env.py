@@ -1,14 +1,11 @@
 """Pages, clicks and purchases, by hand on a shelf of three products."""
 
-import sys
-from pathlib import Path
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import shelf
+from tests.envs.webshop import shelf
 
 from shoal.core.errors import ConfigError
 from shoal.envs import make
@@ -131,6 +128,18 @@ def test_pages_turn_and_forget_as_in_the_original(shop):
     assert "Total results: 0" in env.step("search[xyzzy]")[0]
 
 
+def test_a_value_of_several_options_is_one_of_the_last_of_them(shop, tmp_path):
+    options = {"Color": [{"value": "Oak"}, {"value": "Buy Now"}], "Wood": [{"value": "Oak"}]}
+    (tmp_path / "items.json").write_text(json.dumps([{**shelf.ITEMS[0], "customization_options": options}]))
+    env = shop()
+    env.reset(seed=0)
+    env.step("search[table]")
+    assert env.step("click[b000000001]")[4]["available_actions"][-1] == "click[oak]"
+    env.step("click[oak]")
+    assert env.place.options == {"wood": "oak"}
+    assert env.step("click[buy now]")[2]
+
+
 @pytest.mark.parametrize(
     "action",
     [
@@ -239,7 +248,6 @@ def test_settings_that_cannot_work_are_refused():
         ({"split": "dev"}, "split"),
         ({"nouns": "guess"}, "nouns"),
         ({"page_size": 0}, "page_size"),
-        ({"max_steps": 0}, "max_steps"),
         ({"num_products": 0}, "num_products"),
         ({"source": "items.json"}, "attributes_path"),
         ({"human_path": "human.json"}, "human_path goes with a file of products"),

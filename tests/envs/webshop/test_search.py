@@ -3,16 +3,12 @@
 import itertools
 import logging
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shelf import texts
+from tests.envs.webshop.shelf import texts
 
 from shoal.core.errors import DataError
 from shoal.envs.webshop.bm25 import (

@@ -68,11 +68,6 @@ def test_every_manager_plays_its_env_as_the_env_alone_would(backend):
             assert dones.dtype == np.bool_
 
 
-def test_names_of_the_reference_are_importable_from_shoal():
-    for name in ("Sokoban", "WebShop", "Countdown", "MetaMathQA", "FrozenLake", "Bandit", ""):
-        assert issubclass(getattr(shoal, f"{name}EnvironmentManager"), EnvironmentManager)
-
-
 def test_a_manager_is_made_from_container_projection_and_name():
     container = MultiProcessEnvironmentContainer("frozen_lake", 1, 2, 0, LAKE, backend="serial")
     manager = shoal.FrozenLakeEnvironmentManager(
@@ -128,18 +123,6 @@ def test_the_prompt_remembers_the_last_turns_and_the_words_of_the_actions():
     assert rest.endswith("|3/9")
 
 
-def test_several_actions_in_a_response_are_played_until_the_episode_ends():
-    manager = lake(1, 2, projection={"separator": "||", "max_actions": 8})
-    manager.reset()
-    way = "||".join(WAY)
-    observations, rewards, dones, infos = manager.step([say(way + "||Left"), say("Down||Down")])
-    assert rewards.tolist() == [1.0, 0.0]
-    assert dones.tolist() == [True, False]
-    assert infos[0]["step"] == 6
-    assert infos[1]["step"] == 2
-    assert "you chose Down, Down" in observations["text"][1]
-
-
 def test_an_arm_can_be_pulled_by_its_name():
     manager = make_manager("bandit", 3, 1, 0, backend="serial")
     manager.reset()
@@ -158,14 +141,6 @@ def test_what_the_env_does_not_offer_is_invalid_and_costs_a_step():
     observations, _, _, infos = manager.step([say("search[red shoes]")])
     assert infos[0]["is_action_valid"]
     assert "click[" in observations["text"][0]
-
-
-def test_the_published_score_of_the_shop_is_reported():
-    manager = make_manager("webshop", 1, 1, 0, backend="serial")
-    manager.reset()
-    infos = [{"task_score": 0.25, "success": False, "is_active": True}]
-    result = manager.success_evaluator(total_infos=[infos])
-    assert result["webshop_task_score"].tolist() == [0.25]
 
 
 def test_a_projection_of_one_argument_will_do():

@@ -77,6 +77,7 @@ def test_a_separator_gives_a_list_per_response():
     function = create_projection_function("frozen_lake", separator="||", max_actions=2)
     texts = ["<action>up || down</action>", "<action>up</action>", "<action>up||up||up</action>"]
     assert function(texts) == ([[4, 2], [4], [0]], [True, True, False])
+    assert create_projection_function("frozen_lake", separator="||")(texts[1:2]) == ([[4]], [True])
 
 
 def test_action_spaces_limit_what_counts():
@@ -124,17 +125,6 @@ def test_every_own_env_is_made_by_gymnasium_too(name):
 def test_options_that_would_say_nothing_are_refused(options):
     with pytest.raises(ValueError, match="more than one need a separator, got"):
         create_projection_function("sokoban", **options)
-
-
-def test_one_action_needs_no_separator_and_several_are_a_list_of_each_response():
-    up = ["<action>up</action>"]
-    assert create_projection_function("sokoban")(up) == ([1], [True])
-    assert create_projection_function("sokoban", separator=";")(up) == ([[1]], [True])
-    three = create_projection_function("sokoban", separator=";", max_actions=3)
-    assert three(["<action>up;down;left</action>", "<action>up;up;up;up</action>"]) == (
-        [[1, 2, 3], [0]],
-        [True, False],
-    )
 
 
 def test_actions_stand_in_the_tags_that_are_named():

@@ -37,9 +37,18 @@ def test_calls_are_read_as_they_are_written(pairs):
     assert read_calls(listed, "json") == calls
 
 
-@given(st.text('<>/tool_cathinkr{}[]",:0 \ud800'), st.sampled_from(["tags", "json"]))
-def test_any_text_can_be_read(text, grammar):
-    for call in read_calls(text, grammar):
+@pytest.mark.parametrize("grammar", ["tags", "json", "xml"])
+@given(
+    text=st.text('<>/tool_cathinkr{}[]",:0 \ud800')
+    | st.text("<>/=\n ab")
+    | st.text("<tool_call><function=a><parameter=b></parameter></function></tool_call>")
+)
+def test_any_text_can_be_read(grammar, text):
+    for call in [
+        *read_calls(text, grammar),
+        *read_calls(f"<tool_call><function={text}</tool_call>{text}", grammar),
+    ]:
+        assert call.error or isinstance(call.arguments, dict)
         json.dumps(dataclasses.asdict(call), ensure_ascii=False).encode()
 
 

@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.rollout.doubles import until
 from tests.train.agent.test_trainer import results
 
 from shoal import AgentTrainer
@@ -98,7 +98,7 @@ def test_a_training_that_is_killed_resumes_to_the_end_of_one_that_was_not(vault,
         stderr=subprocess.DEVNULL,
     )
     try:
-        until(lambda: (killed / "checkpoints" / "step-000001").exists() or run.poll() is not None)
+        until(lambda: (killed / "checkpoints" / "step-000001").exists() or run.poll() is not None, 300)
         servers = psutil.Process(run.pid).children(recursive=True)
         assert any("server.py" in " ".join(process.cmdline()) for process in servers)
     finally:
@@ -113,15 +113,6 @@ def test_a_training_that_is_killed_resumes_to_the_end_of_one_that_was_not(vault,
     recorded = f'agent_proxy.tools=[{{recorded: "{killed}"}}]'
     rows(vault(*changes, f"run_dir={tmp_path}/again", recorded))
     assert results(tmp_path / "again") == results(first)
-
-
-def until(found):
-    """Wait for it."""
-    for _ in range(6000):
-        if found():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 def test_without_tools_the_doors_can_only_be_guessed(vault):

@@ -4,15 +4,14 @@ import json
 import re
 
 import pytest
-from tests.rollout.doubles import byte_tokenizer
+from tests.rollout.doubles import byte_tokenizer, in_lockstep
 from tests.rollout.tools.test_chats import CONTROL, TEMPLATES
 from tests.rollout.tools.vault import Vault
 
-from shoal import AgentTrainer, ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal import AgentTrainer, ParallelRolloutManager
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import ConfigError
 from shoal.envs.tools import tools_of
-from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.scripted import ScriptedEngine
 from shoal.samplers.tokenizers import TemplateTokenizer
@@ -58,12 +57,8 @@ def test_episodes_are_the_same_wherever_they_are_played(mode):
     engine = ScriptedEngine(opens)
     played = {b: play(engine, b, mode=mode) for b in ("serial", "thread", "process")}
     for backend in ("serial", "process"):
-        train, _ = make_environments(config(mode) | {"vector": {"backend": backend}})
-        collector = TrajectoryCollector(
-            train.pool, train.tags, train.roles, 2, engine, PromptConfig(mode=mode), 3
-        )
-        played[f"abreast, {backend}"] = collector.collect(0, Sampling(999, 1.0))
-        collector.close()
+        with in_lockstep(config(mode), engine, {"backend": backend}) as collector:
+            played[f"abreast, {backend}"] = collector.collect(0, Sampling(999, 1.0))
     assert len({b"".join(map(encode_trajectory, episodes)) for episodes in played.values()}) == 1
     seen = {episode.turns[0].observation for episode in played["serial"]}
     assert seen == {"A vault with a dial.", "A vault with a keypad."}  # tools of their own

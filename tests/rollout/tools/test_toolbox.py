@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.rollout.doubles import in_lockstep
 from tests.rollout.tools import functions
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal import ParallelRolloutManager
 from shoal.core.data import ToolUse, encode_trajectory
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
-from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.sampler import Sampling
@@ -61,14 +61,8 @@ def play(settings, engine, backend="serial", **more):
 def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
     played = {b: play(settings, engine, b) for b in ("serial", "thread", "process")}
-    train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
-    with Toolbox(NAMED) as toolbox:
-        prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-        collector = TrajectoryCollector(
-            train.pool, train.tags, train.roles, 2, engine, prompt, 3, toolbox=toolbox
-        )
+    with Toolbox(NAMED) as toolbox, in_lockstep(settings, engine, toolbox=toolbox) as collector:
         played["abreast"] = collector.collect(0, TOKENS)
-        collector.close()
     assert len({b"".join(map(encode_trajectory, episodes)) for episodes in played.values()}) == 1
     first = played["serial"][0].turns[0]
     assert [use.shown for use in first.tools] == [

@@ -112,16 +112,6 @@ def test_calls_in_tags_are_read_as_they_are_written(arguments):
     assert ToolCall("t", fitted(call.arguments, schema)) == ToolCall("t", arguments)
 
 
-@pytest.mark.parametrize("grammar", ["tags", "xml"])
-@given(
-    text=st.text("<>/=\n ab")
-    | st.text("<tool_call><function=a><parameter=b></parameter></function></tool_call>")
-)
-def test_any_text_can_be_read(grammar, text):
-    for found in read_calls(f"<tool_call><function={text}</tool_call>{text}", grammar):
-        assert found.error or isinstance(found.arguments, dict)
-
-
 INTEGER, NUMBER, TEXT, NOTHING = ({"type": kind} for kind in ("integer", "number", "string", "null"))
 
 

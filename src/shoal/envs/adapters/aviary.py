@@ -59,7 +59,6 @@ class AviaryEnv(ToolEnv[AviaryConfig]):
 
     def __init__(self, config: AviaryConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.invalid_penalty = self.config.invalid_penalty
         self._random = PrivateRandom()
         self._inner: Any = None
         self._loop: tuple[OwnThread, asyncio.Runner] | None = None

@@ -201,10 +201,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._form = "text" if space is None else describe_space(space)
         else:
             raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
+        seen = "text" if self._space is None else describe_space(self._space)
+        seen = "a drawing in text, highlighted cells in [ ]" if drawn else seen
         texts = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
         self.instructions = "\n\n".join(texts) or (
-            f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
-            f"An action is {self._form}."
+            f"You act in the environment {config.id}. An observation is {seen}. An action is {self._form}."
         )
 
     def _look_at_the_first_observation(self) -> None:
@@ -228,20 +229,19 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             return dict(settings)
         return {**settings, "make": _maker(name, kwargs)}
 
-    def _shown_as(self) -> str:
-        if self._drawn:
-            return "a drawing in text, highlighted cells in [ ]"
-        return "text" if self._space is None else describe_space(self._space)
-
     def _understood(self, text: str) -> str | None:
-        space = self._action_space
-        if isinstance(space, spaces.Text):
-            plain = free_text(space) is not space
-            fits = space.min_length <= len(text) <= space.max_length if plain else space.contains(text)
-            return text if fits else None
-        if space is None or is_text(space):
-            return text if space is None or space.contains(text) else None
-        return text if read_numbers(space, text) is not None else None
+        return None if self._action_inside(text) is None else text
+
+    def _action_inside(self, action: Action) -> Any:
+        """What the env inside takes for an action here; None where that is none."""
+        space, text = self._action_space, str(action)
+        if isinstance(space, spaces.Discrete):
+            return int(action) - 1 + self._first
+        if space is not None and not is_text(space):
+            return read_numbers(space, text)
+        if isinstance(space, spaces.Text) and free_text(space) is not space:
+            return text if space.min_length <= len(text) <= space.max_length else None
+        return text if space is None or space.contains(text) else None
 
     def _start(self, rng: np.random.Generator) -> None:
         asked = {} if self._options is None else {"options": self._options}
@@ -253,20 +253,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._text = self._written()
 
     def _advance(self, action: Action) -> Outcome:
-        config = self.config
-        inner_action: Any = None
-        if action != self.invalid_action:
-            space = self._action_space
-            if isinstance(space, spaces.Discrete):
-                inner_action = int(action) - 1 + self._first
-            elif space is None or is_text(space):
-                inner_action = action
-            else:
-                inner_action = read_numbers(space, str(action))
-        if inner_action is None:
+        inside = None if action == self.invalid_action else self._action_inside(action)
+        if inside is None:
             self._inner = {}
-            return Outcome(config.invalid_penalty, effective=False, valid=False)
-        answer = self.inner.step(inner_action)
+            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+        answer = self.inner.step(inside)
         with self._blaming("_advance"):
             self._seen, reward, terminated, truncated, info = check_step_result(answer, "step")
             before, self._text = self._text, self._written()

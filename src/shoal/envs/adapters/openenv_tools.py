@@ -12,38 +12,29 @@ import numpy as np
 from shoal.core.data import ToolUse
 from shoal.core.errors import EnvError
 from shoal.envs.actions import ToolCall
-from shoal.envs.adapters.openenv import Connection, check_url, refuse_open
-from shoal.envs.text import Outcome, check_numbers
+from shoal.envs.adapters.openenv import OnServer, OnServerConfig
+from shoal.envs.text import Outcome
 from shoal.envs.tool_env import ToolEnv
 from shoal.envs.tools import Tool, tools_of
 
 
 @dataclass(frozen=True)
-class OpenEnvToolsConfig:
+class OpenEnvToolsConfig(OnServerConfig):
     """Settings of `OpenEnvToolEnv`."""
 
-    url: str = ""
-    """Where the server is, as in "http://127.0.0.1:8000"."""
     instructions: str = ""
     """What the model is told to do, where the server's resets do not say it."""
     observation_field: str = "text"
     """Field of the server's reset to show. Without it the whole observation is shown as JSON, if it has any field."""
     success_reward: float = 1.0
     """Reward on the last call from which an episode counts as a success."""
-    connect_seconds: float = 10.0
-    answer_seconds: float = 60.0
-    """How long to wait for an answer before the episode is given up with an `EnvError`."""
     max_steps: int = 20
     """Steps after which an episode is truncated."""
     invalid_penalty: float = 0.0
     """Reward of a step in which no call could be made."""
 
-    def __post_init__(self) -> None:
-        check_url(self.url)
-        check_numbers(self, max_steps=1)
 
-
-class OpenEnvToolEnv(ToolEnv[OpenEnvToolsConfig]):
+class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], ToolEnv[OpenEnvToolsConfig]):
     """The tools of an env on an OpenEnv server.
 
     Each call is a step of the server, one after the other; those behind the end of the episode are not made. The reward
@@ -56,10 +47,7 @@ class OpenEnvToolEnv(ToolEnv[OpenEnvToolsConfig]):
 
     def __init__(self, config: OpenEnvToolsConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.invalid_penalty = self.config.invalid_penalty
-        own = self.config
-        self._server = Connection(own.url, own.connect_seconds, own.answer_seconds)
-        self.instructions = own.instructions or self.instructions
+        self.instructions = self.config.instructions or self.instructions
 
     def _start(self, rng: np.random.Generator) -> None:
         seen, _, _ = self._ask("reset", {"seed": self._seed})
@@ -104,22 +92,6 @@ class OpenEnvToolEnv(ToolEnv[OpenEnvToolsConfig]):
     def observe(self) -> str:
         """What the server showed at the reset."""
         return self._told
-
-    def close(self) -> None:
-        """End the session, and the episode with it: another one would know nothing of it."""
-        super().close()
-        self._server.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        refuse_open(self._server, over=self._over)
-        return dict(self.__dict__)
-
-    def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
-        try:
-            return self._server.observation(self._server.ask({"type": kind, "data": data}))
-        except EnvError:
-            self.close()
-            raise
 
 
 def _list_of(tools: Any) -> list[Any]:

@@ -22,19 +22,7 @@ _LETTERS = 6
 _INTERPRETERS_OWN = {
     word[:_LETTERS]
     for word in (
-        *(
-            "die",
-            "q",
-            "quit",
-            "restart",
-            "save",
-            "restore",
-            "undo",
-            "script",
-            "unscript",
-            "noscript",
-            "transcript",
-        ),
+        *"die q quit restart save restore undo script unscript noscript transcript".split(),  # noqa: SIM905
         *("record", "recording", "replay"),
         *("tw", "restrict", "enable", "disable"),  # TextWorld's own
     )

@@ -249,9 +249,8 @@ def _bare_symbols(level: Level) -> list[str]:
     """A symbol for each bit of a level with walls, floor and targets only; rows end in line breaks."""
     symbols = list((SYMBOLS[0] * level.columns + "\n") * level.rows)[:-1]
     for board, symbol in ((level.floor, SYMBOLS[1]), (level.targets, SYMBOLS[2])):
-        while board:
-            symbols[(board & -board).bit_length() - 1] = symbol
-            board &= board - 1
+        for cell in bits(board):
+            symbols[cell.bit_length() - 1] = symbol
     return symbols
 
 

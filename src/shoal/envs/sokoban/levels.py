@@ -66,10 +66,6 @@ class Level:
             cells.append(line)
         return cells
 
-    def text(self) -> str:
-        """The position in the symbols of the observation, one row a line."""
-        return "\n".join("".join(SYMBOLS[cell] for cell in row) for row in self.grid())
-
 
 def level_from_grid(grid: Sequence[Sequence[int]]) -> Level:
     """The level of rows of cell numbers 0 to 6; says what is wrong with one that cannot be played."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,14 @@ class Catalogue(Mapping[str, Product]):
 
     products: tuple[Product, ...]
     price_seed: int = 0
-    _by_asin: dict[str, Product] = field(init=False, repr=False)
-    _lock: Any = field(init=False, repr=False, default_factory=threading.Lock)
-    _index: list[Index] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_asin", {product.asin: product for product in self.products})
         if len(self._by_asin) != len(self.products):
             raise DataError("a catalogue must not have two products with the same asin")
+
+    @cached_property
+    def _by_asin(self) -> dict[str, Product]:
+        return {product.asin: product for product in self.products}
 
     def __getitem__(self, asin: str) -> Product:
         return self._by_asin[asin]
@@ -109,16 +109,12 @@ class Catalogue(Mapping[str, Product]):
         low, high = prices
         return low + (high - low) * uniform(self.price_seed, "webshop price", asin)
 
-    @property
+    @cached_property
     def index(self) -> Index:
         """The search index, made on first use and, for large catalogues, kept in the user's cache folder."""
-        with self._lock:
-            if not self._index:
-                texts = [product.searched for product in self.products]
-                ids = [product.asin for product in self.products]
-                make = cached_index if len(ids) >= DISK_CACHE_FROM else build_index
-                self._index.append(make(texts, ids))
-            return self._index[0]
+        texts = [product.searched for product in self.products]
+        ids = [product.asin for product in self.products]
+        return (cached_index if len(ids) >= DISK_CACHE_FROM else build_index)(texts, ids)
 
 
 def uniform(seed: int, *names: str | int) -> float:

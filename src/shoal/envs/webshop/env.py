@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -114,6 +114,7 @@ def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
                 config.source, config.attributes_path, config.human_path or None, price_seed=config.price_seed,
                 reviews_path=config.reviews_path or None, limit=config.num_products,
             )  # fmt: skip
+        _ = catalogue.index  # made here, where threads wait for each other
         return catalogue, make_goals(catalogue, seed=config.goal_seed)
 
     return made_once(("webshop", named, seeds), files, make)
@@ -206,7 +207,8 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         """Where an action leads, None for one that the page does not offer."""
         kind, _, target = action[:-1].partition("[")
         if kind == "click":
-            return self._shop.click(self._place, target)
+            changes = self._page.clicks.get(target)
+            return None if changes is None else replace(self._place, **changes)
         # The search bar stands on the first page; searching from elsewhere works as in the original.
         found = search(self.catalogue, target, self.config.max_results)
         return Place("results", target, tuple(found))
@@ -227,7 +229,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         """What can be done on the page; on the first one a pattern, since a query is free text."""
         if self._place.page == "search":
             return ["search[<your query>]"]
-        return [f"click[{target}]" for target in self._page.clickables]
+        return [f"click[{target}]" for target in self._page.clicks]
 
     def expert_action(self) -> str:
         """The next step of an expert, which knows the product."""
@@ -299,11 +301,15 @@ class Place:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+START = asdict(Place())
+"""What going back to the search changes: everything."""
+
+
 class Page(NamedTuple):
-    """What a shopper sees: the texts in order, and what a click can name, in lower case."""
+    """What a shopper sees: the texts in order, and what a click on a name, in lower case, changes of the place."""
 
     texts: tuple[str, ...]
-    clickables: tuple[str, ...]
+    clicks: Mapping[str, Mapping[str, Any]]
 
     @property
     def text(self) -> str:
@@ -323,74 +329,48 @@ class Shop:
         """The page at a place."""
         head = ("Instruction:", instruction)
         if place.page == "search":
-            return Page(("WebShop", *head, "Search"), ())
+            return Page(("WebShop", *head, "Search"), {})
         if place.page == "done":
             return Page(
-                ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{score:.4g}"), ()
+                ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{score:.4g}"), {}
             )
         top = (*head, BACK)
         if place.page == "results":
             return self._results(place, top)
         product = self.catalogue[place.asin]
         if place.page == "item":
-            return self._item(product, top)
-        return Page((*top, PREVIOUS, *_sub_page(product, place.page)), (BACK.lower(), PREVIOUS.lower()))
+            return self._item(product, place, top)
+        clicks = {BACK.lower(): START, PREVIOUS.lower(): {"page": "item"}}
+        return Page((*top, PREVIOUS, *_sub_page(product, place.page)), clicks)
 
     def _results(self, place: Place, head: tuple[str, ...]) -> Page:
         start = (place.number - 1) * self.page_size
         shown = [self.catalogue[asin] for asin in place.found[start : start + self.page_size]]
         # "Next >" is offered even past the end, as in the original.
-        turns = (PREVIOUS, NEXT) if place.number > 1 else (NEXT,)
+        turns = {PREVIOUS: place.number - 1} if place.number > 1 else {}
+        turns[NEXT] = place.number + 1
         rows = tuple(text for item in shown for text in (item.asin, item.title, item.price_tag))
         count = f"Page {place.number} (Total results: {len(place.found)})"
-        clickables = (BACK.lower(), *(turn.lower() for turn in turns), *(item.asin.lower() for item in shown))
-        return Page((*head, count, *turns, *rows), clickables)
+        clicks = {BACK.lower(): START, **{turn.lower(): {"number": number} for turn, number in turns.items()}}
+        for item in shown:
+            clicks.setdefault(item.asin.lower(), {"page": "item", "asin": item.asin})
+        return Page((*head, count, *turns, *rows), clicks)
 
-    def _item(self, product: Product, head: tuple[str, ...]) -> Page:
+    def _item(self, product: Product, place: Place, head: tuple[str, ...]) -> Page:
         options = tuple(text for name, values in product.options.items() for text in (name, *values))
-        buttons = (*self._sub_pages(), BUY)
+        pages = SUB_PAGES if self.show_attributes else SUB_PAGES[:3]
         facts = (product.title, f"Price: {product.price_tag}", f"Rating: {product.rating}")
-        values = dict.fromkeys(value for values in product.options.values() for value in values)
-        clickables = dict.fromkeys((BACK.lower(), PREVIOUS.lower(), *map(str.lower, buttons), *values))
-        return Page((*head, PREVIOUS, *options, *facts, *buttons), tuple(clickables))
-
-    def _sub_pages(self) -> tuple[str, ...]:
-        return SUB_PAGES if self.show_attributes else SUB_PAGES[:3]
-
-    def click(self, place: Place, target: str) -> Place | None:
-        """Where a click leads; None when nothing on the page is called `target`. Buying leads to "done"."""
-        if target == BACK.lower() and place.page not in ("search", "done"):
-            return Place()
-        if place.page == "results":
-            return self._click_results(place, target)
-        if place.page == "item":
-            return self._click_item(place, target)
-        if place.page not in ("search", "done") and target == PREVIOUS.lower():
-            return replace(place, page="item")
-        return None
-
-    def _click_results(self, place: Place, target: str) -> Place | None:
-        if target == NEXT.lower():
-            return replace(place, number=place.number + 1)
-        if target == PREVIOUS.lower() and place.number > 1:
-            return replace(place, number=place.number - 1)
-        start = (place.number - 1) * self.page_size
-        for asin in place.found[start : start + self.page_size]:
-            if asin.lower() == target:
-                return replace(place, page="item", asin=asin)
-        return None
-
-    def _click_item(self, place: Place, target: str) -> Place | None:
-        if target == BUY.lower():
-            return replace(place, page="done")
-        if target == PREVIOUS.lower():
-            return replace(place, page="results", asin="", options={})
-        for name in self._sub_pages():
-            if target == name.lower():
-                return replace(place, page=name.lower())  # type: ignore[arg-type]
-        named = [name for name, values in self.catalogue[place.asin].options.items() if target in values]
+        clicks: dict[str, Mapping[str, Any]] = {
+            BACK.lower(): START,
+            PREVIOUS.lower(): {"page": "results", "asin": "", "options": {}},
+            **{name.lower(): {"page": name.lower()} for name in pages},
+            BUY.lower(): {"page": "done"},
+        }
         # A value that several options have belongs to the last of them, as in the original.
-        return replace(place, options={**place.options, named[-1]: target}) if named else None
+        names = {value: name for name, values in product.options.items() for value in values}
+        for value, name in names.items():
+            clicks.setdefault(value, {"options": {**place.options, name: value}})
+        return Page((*head, PREVIOUS, *options, *facts, *pages, BUY), clicks)
 
 
 def _sub_page(product: Product, page: str) -> tuple[str, ...]:

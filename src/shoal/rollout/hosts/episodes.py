@@ -133,7 +133,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """Of a host: it has its setup (`START`), or has done what a `Control` asks for."""
+    """Of a host: it has its setup, and has done what a `Control` asks for."""
 
     slot: int
     pid: int
@@ -141,7 +141,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """The slots whose env is overdue, and why."""
 
 
-START, LOOK, CLOSE = -1, -2, -3
+LOOK, CLOSE = -1, -2
 """In the place of a slot, where all of them are meant."""
 Reply = Sampled | Used | Refused
 Message = Begin | Reply | Control
@@ -213,7 +213,8 @@ def _turns(
     """Turn after turn, up to the end of the episode, or to a refusal."""
     first = True
     while not episode.over:
-        reply: Reply = yield Ask(slot, *episode.question())
+        request, known = episode.request(), episode.known
+        reply: Reply = yield Ask(slot, episode.turn, request.prompt_ids[known:], known > 0, request.images)
         if isinstance(reply, Refused):
             return reply
         assert isinstance(reply, Sampled)
@@ -233,6 +234,14 @@ def _turns(
     return None
 
 
+def advance(playing: Playing, result: Any) -> Event | Reset | Step:
+    """What an episode asks next, or its end; `result` is what it asked for, or an exception."""
+    try:
+        return playing.throw(result) if isinstance(result, Exception) else playing.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 # --- one episode after another
 class Slot:
     """Plays one episode after another; its envs, one a tag, live in the thread that calls it."""
@@ -241,9 +250,8 @@ class Slot:
         self._setup, self._prompter = setup, prompter
         self._envs: dict[str, Any] = {}
         self._playing: Playing | None = None
-        self._inside: tuple[str, float, int] | None = (
-            None  # the call into an env, since when, in which thread
-        )
+        # The call into an env, since when, in which thread.
+        self._inside: tuple[str, float, int] | None = None
 
     def handle(self, message: Begin | Reply) -> Event:
         """Go on with a message of the driver, up to the next question to the model or the end of the episode."""
@@ -254,18 +262,12 @@ class Slot:
             role = self._setup.roles[message.assignment.tag]
             self._playing, sent = played(message, role, self._prompter, self._setup.env_retries), None
         assert self._playing is not None, "a reply came before the episode began"
-        try:
-            event = self._playing.send(sent)
-            while isinstance(event, Reset | Step):
-                try:
-                    ended = self._do(event)
-                except Exception as error:  # whatever it is, the driver waits for an answer
-                    event = self._playing.throw(error)
-                else:
-                    event = self._playing.send(ended)
-            return event
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+        while isinstance(event := advance(self._playing, sent), Reset | Step):
+            try:
+                sent = self._do(event)
+            except Exception as error:  # whatever it is, the driver waits for an answer
+                sent = error
+        return event
 
     def close_envs(self) -> None:
         """Break off the episode, if one is open, and close the envs."""
@@ -393,16 +395,13 @@ class SlotThreads:
         wait(closing)
         self._send(Report(CLOSE, os.getpid()))
 
-    def leave(self, number: int) -> None:
-        """Leave a slot behind whose env does not come back; the next episode of that number has another."""
-        self._slots.pop(number)[1].end()
-
     def close_envs(self) -> list[Future[None]]:
         """Close all envs, each in its thread after the call that is under way."""
         return [thread.submit(slot.close_envs) for slot, thread in self._slots.values()]
 
     def end(self) -> None:
-        """End the threads, each after the call that is under way."""
+        """Close all envs and end the threads, each after the call that is under way."""
+        self.close_envs()
         for _, thread in self._slots.values():
             thread.end()
         self._slots.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -65,13 +64,8 @@ class Host:
         """
         if self.lost:
             raise HostLostError(self._why, 0)
-        future = self._expected(message.slot)
+        future = self._open[message.slot] = asyncio.get_running_loop().create_future()
         self._send(message)
-        return future
-
-    def _expected(self, slot: int) -> asyncio.Future[Any]:
-        """The next event of a slot, or a report on all."""
-        future = self._open[slot] = asyncio.get_running_loop().create_future()
         return future
 
     def _send(self, message: Any) -> None:
@@ -88,12 +82,8 @@ class Host:
         """Slots whose env does not return within its time limit, and from what; none if nobody can look."""
         return ()
 
-    def give_up(self, slot: int, why: str) -> None:
-        """Stop waiting for an env that hangs: its whole host is given up and replaced."""
-        self.lose(why, hung=True, slot=slot)
-
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
-        """Stop waiting for it; there are no more events."""
+        """Stop waiting for it, for an env of `slot` that hangs, say; there are no more events."""
         if self.lost:
             return
         self.lost, self._why = True, why
@@ -145,6 +135,23 @@ class SlotsHost(Host):
         super().__init__()
         self._setup = setup
 
+    async def start(self, seconds: float | None) -> int:
+        """Wait until it has its setup; returns its process id.
+
+        Raises:
+            HostsFailedError: it has not within so many seconds.
+        """
+        try:
+            return (await asyncio.wait_for(self.tell(Control(LOOK)), seconds)).pid  # type: ignore[no-any-return]
+        except TimeoutError as error:
+            self.end()
+            raise HostsFailedError(f"{self.name} did not start within {seconds:g} s") from error
+        except HostLostError as error:
+            raise HostsFailedError(f"{error} before it played anything") from error
+        except BaseException:
+            self.end()
+            raise
+
     async def overdue(self) -> Sequence[tuple[int, str]]:
         """Slots whose env does not return; the host is lost if it does not report for long."""
         limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
@@ -170,7 +177,7 @@ class SlotsHost(Host):
 
 
 class ThreadHost(SlotsHost):
-    """Plays each slot in a thread of this process; one that hangs is left behind.
+    """Plays each slot in a thread of this process; those of a host that is lost are left behind.
 
     Args:
         setup: of its episodes.
@@ -184,13 +191,6 @@ class ThreadHost(SlotsHost):
     def _send(self, message: Message) -> None:
         self._threads.post(message)
 
-    def give_up(self, slot: int, why: str) -> None:
-        """Leave the thread of a slot behind."""
-        self._threads.leave(slot)
-        future = self._open.pop(slot, None)
-        if future is not None and not future.done():
-            future.set_exception(HostLostError(why, hung=True, slot=slot))
-
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
         """End the threads, each after the call that is under way."""
         super().lose(why, hung=hung, slot=slot)
@@ -198,24 +198,25 @@ class ThreadHost(SlotsHost):
 
 
 class Hosts:
-    """The hosts of one rollout after another, each started when first needed.
+    """The hosts of one rollout after another, each started when first needed; here in this process.
 
     Args:
+        make: makes one, in the driver's event loop; unread where `_start` is replaced.
         count: how many.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, make: Callable[[], Host] = Host, count: int = 1) -> None:
+        self._make, self.count = make, count
         self._hosts: dict[int, Host] = {}
         self._spares = itertools.count(count)
 
-    @abstractmethod
     async def _start(self, number: int) -> Host:
         """A new host; one whose number is not below `count` is a spare one.
 
         Raises:
             HostsFailedError: there can be none.
         """
+        return self._make()
 
     async def host(self, number: int) -> Host:
         """Host `number`, a new one if it is lost or not there yet.
@@ -231,11 +232,6 @@ class Hosts:
     async def spare(self) -> Host:
         """A host for one episode alone."""
         return await self.host(next(self._spares))
-
-    async def dismiss(self, host: Host) -> None:
-        """A spare host is not needed any more."""
-        await host.close_envs()
-        host.end()
 
     async def rest(self, *, keep_envs: bool) -> None:
         """The rollout is over: spare hosts end, the others close their envs, unless those are to be kept."""
@@ -256,26 +252,3 @@ class Hosts:
     def pids(self) -> list[int]:
         """The processes of hosts that were started here and run now."""
         return [pid for host in list(self._hosts.values()) if not host.lost for pid in host.pids()]
-
-
-class LocalHosts(Hosts):
-    """Hosts in this process: threads, the thread of the caller, or its event loop.
-
-    Args:
-        make: makes one, in the driver's event loop.
-        count: how many.
-    """
-
-    def __init__(self, make: Callable[[], Host], count: int = 1) -> None:
-        super().__init__(count)
-        self._make = make
-
-    async def _start(self, number: int) -> Host:
-        return self._make()
-
-    async def spare(self) -> Host:
-        """One of them: each slot is on its own."""
-        return next(iter(self._hosts.values()))
-
-    async def dismiss(self, host: Host) -> None:
-        """It stays."""

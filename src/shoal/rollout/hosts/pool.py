@@ -11,6 +11,7 @@ from shoal.core.errors import EnvError, WorkerError, WorkerTimeoutError
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.hosts.episodes import (
     Begin,
+    Ended,
     EnvFailedError,
     EnvReplacedError,
     Event,
@@ -18,6 +19,7 @@ from shoal.rollout.hosts.episodes import (
     Reply,
     Reset,
     Step,
+    advance,
     in_env,
     played,
 )
@@ -122,14 +124,12 @@ class VectorHost(Host):
         return events
 
     def _go_on(self, slot: int, result: Any) -> Event | Reset | Step:
-        playing = self._playing[slot]
-        try:
-            return playing.throw(result) if isinstance(result, EnvFailedError) else playing.send(result)
-        except StopIteration as end:
+        event = advance(self._playing[slot], result)
+        if isinstance(event, Ended):
             del self._playing[slot]
             if (later := self._later.pop(self._env.pop(slot), None)) is not None:
                 self._send(later)
-            return end.value  # type: ignore[no-any-return]
+        return event
 
     def _reset(self, resets: Mapping[int, Episode]) -> dict[int, Any]:
         """Reset these envs; where one fails, each alone."""

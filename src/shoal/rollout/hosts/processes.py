@@ -16,16 +16,16 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection
 from typing import Any
+
+import msgspec
 
 from shoal.core.errors import ConfigError, WorkerDiedError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.workers import PRELOAD, WorkerProcess, describe_exit, dumps
 from shoal.rollout.hosts.episodes import (
-    START,
     Event,
     Message,
     Report,
@@ -37,10 +37,8 @@ from shoal.rollout.hosts.episodes import (
 )
 from shoal.rollout.hosts.host import (
     Host,
-    HostLostError,
     Hosts,
     HostsFailedError,
-    LocalHosts,
     SlotsHost,
     ThreadHost,
 )
@@ -54,106 +52,64 @@ _HEAD = struct.Struct("!i")
 
 
 # --- the driver's side
-class Pipe(asyncio.Protocol):
-    """This side of a connection of multiprocessing in an event loop; it waits for the other side neither way.
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-    Args:
-        received: called with each message.
-        ended: called when the other side is gone.
+
+async def streams_of(pipe: Any) -> Streams:
+    """Streams over this side of a connection of multiprocessing, which stays the caller's to close."""
+    return await asyncio.open_unix_connection(sock=socket.socket(fileno=os.dup(pipe.fileno())))
+
+
+async def received(reader: asyncio.StreamReader) -> bytes:
+    """The next message that the other side sends with `send_bytes`.
+
+    Raises:
+        OSError, EOFError: it is gone, or this side was closed.
     """
+    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    return await reader.readexactly(size)
 
-    def __init__(self, received: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self._received, self._ended = received, ended
-        self._buffer, self._out = bytearray(), bytearray()
-        self._transport: asyncio.WriteTransport | None = None
-        self._closed = False
 
-    async def open(self, pipe: Any) -> None:
-        """Speak over this connection, which stays the caller's to close."""
-        own = socket.socket(fileno=os.dup(pipe.fileno()))
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=own)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        if self._closed:
-            transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Pass on the messages that are whole."""
-        buffer, at = self._buffer, 0
-        buffer += data
-        while len(buffer) - at >= _HEAD.size:
-            end = at + _HEAD.size + _HEAD.unpack_from(buffer, at)[0]
-            if len(buffer) < end:
-                break
-            self._received(bytes(memoryview(buffer)[at + _HEAD.size : end]))
-            at = end
-        del buffer[:at]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The other side is gone, or this one was closed."""
-        self._ended()
-
-    def send(self, data: bytes) -> None:
-        """Send a message, with the others of this turn of the loop."""
-        if not self._out:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._out += _HEAD.pack(len(data)) + data
-
-    def _flush(self) -> None:
-        out, self._out = self._out, bytearray()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(out)
-
-    def close(self) -> None:
-        """Close this side at once; may be called twice."""
-        self._closed = True
-        if self._transport is not None:
-            self._transport.abort()
+def framed(data: bytes) -> bytes:
+    """What to write for `recv_bytes` of the other side."""
+    return _HEAD.pack(len(data)) + data
 
 
 class PipeHost(SlotsHost):
-    """A host at the other end of a pipe.
+    """A host at the other end of a connection of multiprocessing.
 
     Args:
         setup: of its episodes.
+        streams: of the connection.
         process: the process of its own, which ends with it; None where another program runs it.
     """
 
     name = "a worker process"
 
-    def __init__(self, setup: Setup, process: WorkerProcess | None = None) -> None:
+    def __init__(self, setup: Setup, streams: Streams, process: WorkerProcess | None = None) -> None:
         super().__init__(setup)
-        self._pipe = Pipe(lambda data: self._receive(decode_event(data)), self._gone)
+        self._reader, self._writer = streams
         self._process = process
+        self._out: list[bytes] = []
+        self._reading = asyncio.create_task(self._read())
         if process is not None:
             asyncio.get_running_loop().add_reader(process.sentinel, self._gone)
 
-    async def open(self, pipe: Any) -> PipeHost:
-        """This host, when it has its setup.
-
-        Raises:
-            HostsFailedError: it does not start.
-        """
-        started = self._expected(START)
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await self._pipe.open(pipe)
-                self.name = f"worker process {(await started).pid}"
-        except TimeoutError as error:
-            self.end()
-            raise HostsFailedError(f"a worker process did not start within {START_SECONDS:g} s") from error
-        except HostLostError as error:
-            raise HostsFailedError(f"{error} before it played anything") from error
-        except BaseException:
-            self.end()
-            raise
-        return self
+    async def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
+            while True:
+                self._receive(decode_event(await received(self._reader)))
+        self._gone()
 
     def _send(self, message: Message) -> None:
-        self._pipe.send(encode(message))
+        if not self._out:  # those of one turn of the loop go together: the process wakes once
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(framed(encode(message)))
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if not self.lost:
+            self._writer.write(b"".join(out))
 
     def _gone(self) -> None:
         """The connection or the process has ended."""
@@ -165,7 +121,7 @@ class PipeHost(SlotsHost):
         if self.lost:
             return
         super().lose(why, hung=hung, slot=slot)
-        self._pipe.close()
+        self._writer.transport.abort()
         if self._process is not None:
             asyncio.get_running_loop().remove_reader(self._process.sentinel)
             self._process.close()
@@ -191,7 +147,7 @@ class ProcessHosts(Hosts):
     """
 
     def __init__(self, setup: Setup, count: int) -> None:
-        super().__init__(count)
+        super().__init__(count=count)
         self._setup, self._data = setup, pickled(setup)
 
     async def _start(self, number: int) -> Host:
@@ -200,7 +156,13 @@ class ProcessHosts(Hosts):
             process = WorkerProcess(serve_alone, (self._data,))
         except (OSError, WorkerDiedError) as error:
             raise HostsFailedError(f"no worker process can be started: {error}") from error
-        return await PipeHost(self._setup, process).open(process.pipe)
+        return await self._host(await streams_of(process.pipe), process)
+
+    async def _host(self, streams: Streams, process: WorkerProcess | None = None) -> Host:
+        """The host at the other end, when it has its setup."""
+        host = PipeHost(self._setup, streams, process)
+        host.name = f"worker process {await host.start(START_SECONDS)}"
+        return host
 
 
 class JoblibHosts(ProcessHosts):
@@ -221,42 +183,36 @@ class JoblibHosts(ProcessHosts):
         self._joblib, self._backend = joblib, backend
         self._thread = OwnThread("shoal-joblib")
         self._tasks: asyncio.Future[None] | None = None  # of this rollout
+        self._beginning = asyncio.Lock()
 
     async def _start(self, number: int) -> Host:
-        tasks = self._tasks = self._tasks or self._begin()
+        async with self._beginning:
+            tasks = self._tasks = self._tasks or await self._begin()
         if number not in self._wanted:  # a spare host, or a second one of that number
             return await super()._start(number)
         self._wanted.discard(number)
-        connecting = asyncio.ensure_future(self._connected())
-        self._connecting.append(connecting)
+        connecting = asyncio.ensure_future(self._connected.get())
+        waiting: list[asyncio.Future[Any]] = [connecting, tasks]
         try:
-            waiting: list[asyncio.Future[Any]] = [connecting, tasks]
             await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
+            if connecting.done():
+                return await self._host(connecting.result())
+            broke = tasks.exception() if tasks.done() else None
+            why = f"broke: {format_error(broke)}" if broke else f"did not start within {START_SECONDS:g} s"
+        except HostsFailedError as error:
+            why = f"failed: {error}"
+        finally:
             connecting.cancel()
-            raise
-        why = f"did not start within {START_SECONDS:g} s"
-        if connecting.done():
-            try:
-                return connecting.result()
-            except HostsFailedError as error:
-                why = f"failed: {error}"
-        elif tasks.done() and (broke := tasks.exception()) is not None:
-            why = f"broke: {format_error(broke)}"
-        connecting.cancel()
         logger.warning("a worker of joblib's %s %s; a process takes its place", self._backend, why)
         return await super()._start(number)
 
-    def _begin(self) -> asyncio.Future[None]:
+    async def _begin(self) -> asyncio.Future[None]:
         """Start the tasks, which connect to a socket in a folder of this user's own."""
-        self._wanted, self._turn = set(range(self.count)), asyncio.Lock()
-        self._connecting: list[asyncio.Task[Host]] = []
+        self._wanted, self._connected = set(range(self.count)), asyncio.Queue[Streams]()
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
+        self._writers: list[asyncio.StreamWriter] = []
         path = f"{self._folder.name}/hosts"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen(self.count)
-        self._listener.setblocking(False)
+        self._server = await asyncio.start_unix_server(self._joined, path, backlog=self.count)
         tasks = asyncio.wrap_future(self._thread.submit(partial(self._run, path)))
         tasks.add_done_callback(lambda tasks: tasks.cancelled() or tasks.exception())
         return tasks
@@ -265,12 +221,10 @@ class JoblibHosts(ProcessHosts):
         parallel = self._joblib.Parallel(n_jobs=self.count, backend=self._backend)
         parallel(self._joblib.delayed(connect_and_serve)(path, self._data) for _ in range(self.count))
 
-    async def _connected(self) -> Host:
-        """The host of the next task that connects."""
-        async with self._turn:
-            pipe, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-        with pipe:
-            return await PipeHost(self._setup).open(pipe)
+    def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A task has connected."""
+        self._writers.append(writer)
+        self._connected.put_nowait((reader, writer))
 
     async def rest(self, *, keep_envs: bool) -> None:
         """Close the envs and end the tasks."""
@@ -278,10 +232,9 @@ class JoblibHosts(ProcessHosts):
         await super().close()
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
-            for host in await asyncio.gather(*self._connecting, return_exceptions=True):
-                if isinstance(host, Host):  # also one that connected when the rollout was broken off
-                    host.end()
-            self._listener.close()  # which ends those that connected too late
+            self._server.close()
+            for writer in self._writers:  # also of what connected when the rollout was broken off
+                writer.transport.abort()
             await asyncio.wait([tasks], timeout=self._setup.close_seconds)
             self._folder.cleanup()
 
@@ -298,7 +251,7 @@ def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, An
     if backend == "serial":
         return None
     if backend == "thread":
-        return LocalHosts(partial(ThreadHost, setup), count)
+        return Hosts(partial(ThreadHost, setup), count)
     if backend == "process":
         return ProcessHosts(setup, count)
     if backend == "ray":
@@ -334,18 +287,16 @@ def serve(pipe: Any, data: bytes) -> None:
     """Play the episodes of the driver at the other end of a connection, until it is gone."""
     lock = threading.Lock()
 
-    def send(event: Event | Report) -> None:
+    def tell(event: Event | Report) -> None:
         encoded = encode(event)
         with lock, contextlib.suppress(OSError):  # the driver is gone, which the loop below sees
             pipe.send_bytes(encoded)
 
-    threads = SlotThreads(unpickled(data), send)
+    threads = SlotThreads(unpickled(data), tell)
     sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
-    send(Report(START, os.getpid()))  # from here on limits of envs count, imports of their modules do not
     with contextlib.suppress(EOFError, OSError):
         while True:
             threads.post(decode_message(pipe.recv_bytes()))
-    threads.close_envs()
     threads.end()
 
 

@@ -26,11 +26,10 @@ class _Actor:
     def __init__(self, setup: bytes) -> None:
         self._setup = unpickled(setup)
 
-    async def start(self) -> None:
-        """Begin, in the event loop of the actor."""
-        self._host = ThreadHost(self._setup)
+        self._host: ThreadHost | None = None
 
     async def tell(self, data: bytes) -> bytes:
+        self._host = self._host or ThreadHost(self._setup)  # in the event loop of the actor
         return encode(await self._host.tell(decode_message(data)))
 
 
@@ -87,25 +86,14 @@ class RayHosts(ProcessHosts):
         self._options = OPTIONS | options
 
     async def _start(self, number: int) -> Host:
-        try:
-            async with asyncio.timeout(None if number < self.count else ROOM_SECONDS):
-                return await self._actor()
-        except TimeoutError:
-            return await super()._start(number)
-        except HostsFailedError as error:
-            logger.warning("%s; a process of this machine takes its place", error)
-            return await super()._start(number)
-
-    async def _actor(self) -> RayHost:
-        if not self._ray.is_initialized():
-            raise HostsFailedError("Ray was shut down")
-        actor = self._ray.remote(_Actor).options(**self._options).remote(self._data)
-        host = RayHost(self._ray, actor, self._setup)
-        try:
-            await actor.start.remote()
-        except self._ray.exceptions.RayError as error:
-            raise HostsFailedError(f"no Ray actor can be started: {error}") from error
-        except BaseException:  # the others have played everything before there was room for it
-            host.end()
-            raise
-        return host
+        why = "Ray was shut down"
+        if self._ray.is_initialized():
+            actor = self._ray.remote(_Actor).options(**self._options).remote(self._data)
+            host = RayHost(self._ray, actor, self._setup)
+            try:
+                await host.start(None if number < self.count else ROOM_SECONDS)
+                return host
+            except HostsFailedError as error:
+                why = str(error)
+        logger.warning("%s; a process of this machine takes its place", why)
+        return await super()._start(number)

@@ -17,7 +17,7 @@ from shoal.core.executors import Closing
 from shoal.rollout.plan import Assignment
 from shoal.rollout.report import LEFT_OUT, FailureLog
 from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, key_of, scorer_of
-from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
+from shoal.rollout.rewards.settings import ENV, FORMAT, Given, RewardConfig, reward_list
 from shoal.samplers.asking import Loop, RejectedError
 
 
@@ -87,9 +87,9 @@ def judged(episode: Trajectory, rewards: Sequence[RewardConfig], scored: Sequenc
     paid, scores = [0.0] * len(episode.turns), []
     for config, one in zip(rewards, scored, strict=True):
         scores.append(Score(config.name, config.weight, one.value, one.prompt, one.answer))
-        if config.is_env:
+        if config.registered == ENV:
             paid = [p + config.weight * turn.reward for p, turn in zip(paid, episode.turns, strict=True)]
-        elif config.is_format:
+        elif config.registered == FORMAT:
             valid = [turn.action_is_valid for turn in episode.turns]
             paid = [p - config.weight * (not known) for p, known in zip(paid, valid, strict=True)]
         else:

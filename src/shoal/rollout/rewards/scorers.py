@@ -31,7 +31,7 @@ from shoal.core.files import append_line, whole_lines
 from shoal.core.workers import describe_exit
 from shoal.envs.actions import last_tag
 from shoal.envs.catalogue import function_named
-from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
+from shoal.rollout.functions import FunctionProcesses, ProgramFailedError
 from shoal.rollout.prompts import fill
 from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
 from shoal.samplers.asking import RetryPolicy
@@ -174,7 +174,7 @@ class CommandScorer:
                     break
             except (ValueError, RecursionError):
                 scores = numbers_of(output, len(episodes))
-            except FunctionFailedError as error:
+            except ProgramFailedError as error:
                 scores = [Scored(None, str(error))] * len(episodes)
             except TimeoutError:
                 why = f"the command did not end within {self._config.timeout:g} s (timeout)"
@@ -187,7 +187,7 @@ class CommandScorer:
 
 
 def serve_command(pipe: Any, words: Sequence[str]) -> None:
-    """Be the process: run the command on each text, and answer `[last line]`, or with text that says what failed."""
+    """Be the process: run the command on each text, and answer `[last line]`, or with what failed as `{how: text}`."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             given = json.loads(pipe.recv_bytes())
@@ -198,9 +198,9 @@ def serve_command(pipe: Any, words: Sequence[str]) -> None:
                     answer = [_last_line(output)]
                     if done.returncode:
                         last = _last_line(errors) or "nothing on standard error"
-                        answer = f"the command {describe_exit(done.returncode)}: {last[:300]}"
+                        answer = {"fault": f"the command {describe_exit(done.returncode)}: {last[:300]}"}
                 except OSError as error:
-                    answer = f"{words[0]} cannot be started: {error}"
+                    answer = {"fault": f"{words[0]} cannot be started: {error}"}
             pipe.send_bytes(json.dumps(answer).encode())
 
 

@@ -134,17 +134,9 @@ class RewardConfig:
             )
 
     @property
-    def is_env(self) -> bool:
-        """Whether it is the environment's own reward."""
-        return self._is_built_in(ENV)
-
-    @property
-    def is_format(self) -> bool:
-        """Whether it is the reward for the form of answers."""
-        return self._is_built_in(FORMAT)
-
-    def _is_built_in(self, name: str) -> bool:
-        return self.name == name and not (self.function or self.command or self.model)
+    def registered(self) -> str | None:
+        """Its name where a reward is registered by it; None of another function, a command or a model."""
+        return None if self.function or self.command or self.model else self.name
 
 
 Given = RewardConfig | Mapping[str, Any] | Callable[..., Any] | str

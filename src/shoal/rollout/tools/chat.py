@@ -23,7 +23,7 @@ from shoal.envs.calls import (
     written_result,
 )
 from shoal.envs.schemas import fitted
-from shoal.envs.tools import Tool
+from shoal.envs.tools import Tool, checked
 from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
 from shoal.samplers.tokenizers import TemplateTokenizer, TinyTokenizer
@@ -132,12 +132,7 @@ class ToolChat:
         return replace(call, arguments=fitted(call.arguments, self.tools[call.name].parameters))
 
     def _checked(self, call: ToolCall) -> ToolCall:
-        if call.error is not None:
-            return call
-        if (tool := self.tools.get(call.name)) is not None:
-            call = self._fitted(call)
-            return replace(call, error=tool.problem(call.arguments))
-        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
+        return checked(self._fitted(call) if self._known(call) else call, self.tools)
 
     def written(self, call: ToolCall) -> str:
         """A call as this model writes it."""
