@@ -231,6 +231,13 @@ class WorkerProcess:
         return self._log.decode("utf-8", "replace").strip()
 
 
+def ended_how(process: WorkerProcess | None) -> str:
+    """How a process ended whose connection is gone."""
+    if process is None or not process.wait(1.0):
+        return "lost its connection"
+    return describe_exit(process.exit_code)
+
+
 def _start(process: Any, method: str) -> None:
     """Start a process that does not import the caller's main file."""
     main = sys.modules["__main__"]

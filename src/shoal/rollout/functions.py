@@ -17,8 +17,8 @@ import numpy as np
 
 from shoal.core.data import MOST_REWARD, Status
 from shoal.core.errors import EnvError, WorkerDiedError, whole_characters, with_frames
-from shoal.core.workers import WorkerProcess
-from shoal.rollout.hosts.processes import ended_how, framed, received, streams_of
+from shoal.core.streams import framed, received, streams_of
+from shoal.core.workers import WorkerProcess, ended_how
 
 PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from shoal.core.errors import EngineError, format_error
 from shoal.core.executors import Closing
 from shoal.core.streams import Streams, framed, received, streams_of
-from shoal.core.workers import WorkerProcess, describe_exit, dumps
+from shoal.core.workers import WorkerProcess, dumps, ended_how
 from shoal.samplers.asking import Loop, RetryPolicy, SamplerClient, generate, retried
 from shoal.samplers.sampler import Completion, Facts, Request, Sampler, facts_of
 
@@ -75,11 +75,11 @@ class ProcessSampler(Closing):
         self._waiting: dict[int, asyncio.Future[Completion | None]] = {}
         self._loaded: list[Load] = []
         self._streams: Streams | None = None
+        self._process: WorkerProcess
+        self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = self._begin()
         self._folder = tempfile.TemporaryDirectory(
             prefix="shoal-weights-", dir=MEMORY if os.path.isdir(MEMORY) else None
         )
-        self._process: WorkerProcess
-        self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = self._begin()
 
     generate = generate
 
@@ -91,12 +91,13 @@ class ProcessSampler(Closing):
         except EOFError as error:
             raise EngineError(f"the sampler's process {self._end()} before it began") from error
         if isinstance(said, str):
+            self._process.close()
             raise EngineError(f"the sampler could not begin in its process: {said}")
         return said  # type: ignore[no-any-return]
 
     def _end(self) -> str:
         """End the process; how it ended."""
-        how = describe_exit(self._process.exit_code) if self._process.wait(1.0) else "lost its connection"
+        how = ended_how(self._process)
         self._process.close()
         return how
 

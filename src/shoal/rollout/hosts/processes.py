@@ -11,8 +11,6 @@ import contextlib
 import logging
 import os
 import pickle
-import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -24,7 +22,8 @@ import msgspec
 
 from shoal.core.errors import ConfigError, WorkerDiedError, format_error, needs_extra
 from shoal.core.executors import OwnThread
-from shoal.core.workers import PRELOAD, WorkerProcess, describe_exit, dumps
+from shoal.core.streams import Streams, framed, received, streams_of
+from shoal.core.workers import PRELOAD, WorkerProcess, dumps, ended_how
 from shoal.rollout.hosts.episodes import (
     Event,
     Message,
@@ -47,34 +46,9 @@ logger = logging.getLogger(__name__)
 PRELOAD.append(__name__)
 START_SECONDS = 120.0
 """Seconds within which a process must have imported what its envs need, whatever their limits."""
-_HEAD = struct.Struct("!i")
-"""What multiprocessing sends before each message: its length."""
 
 
 # --- the driver's side
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def streams_of(pipe: Any) -> Streams:
-    """Streams over this side of a connection of multiprocessing, which stays the caller's to close."""
-    return await asyncio.open_unix_connection(sock=socket.socket(fileno=os.dup(pipe.fileno())))
-
-
-async def received(reader: asyncio.StreamReader) -> bytes:
-    """The next message that the other side sends with `send_bytes`.
-
-    Raises:
-        OSError, EOFError: it is gone, or this side was closed.
-    """
-    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    return await reader.readexactly(size)
-
-
-def framed(data: bytes) -> bytes:
-    """What to write for `recv_bytes` of the other side."""
-    return _HEAD.pack(len(data)) + data
-
-
 class PipeHost(SlotsHost):
     """A host at the other end of a connection of multiprocessing.
 
@@ -129,13 +103,6 @@ class PipeHost(SlotsHost):
     def pids(self) -> list[int]:
         """Its process, if that is its own."""
         return [] if self._process is None else [self._process.pid]
-
-
-def ended_how(process: WorkerProcess | None) -> str:
-    """How a process ended whose connection is gone."""
-    if process is None or not process.wait(1.0):
-        return "lost its connection"
-    return describe_exit(process.exit_code)
 
 
 class ProcessHosts(Hosts):
