@@ -220,8 +220,10 @@ def test_what_other_weights_wrote_is_played_again_and_what_is_safe_elsewhere_is_
     assert engine.batches
     kept = Journal(path, SETTINGS)
     assert kept.count == 2 * len(calm)
-    kept.begin_anew()
-    assert Journal(path, SETTINGS).count == 0
+    kept.forget(calm[0].iteration)
+    assert Journal(path, SETTINGS).count == kept.count == 2 * len(calm)
+    kept.forget(calm[0].iteration + 1)
+    assert Journal(path, SETTINGS).count == kept.count == 0
     engine = HashEngine()
     assert collect(player("serial", engine, kept)) == calm
     assert engine.batches

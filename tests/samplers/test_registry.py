@@ -18,7 +18,6 @@ from shoal.samplers.registry import (
     EngineConfig,
     ReplicaConfig,
     ServerConfig,
-    _replica,
     close_engine,
     load_tokenizer,
     make_engine,
@@ -269,11 +268,16 @@ def test_a_server_that_is_down_is_asked_as_often_as_its_setting_says_and_no_more
 
 def test_replicas_use_the_gpu_that_ray_gives_them_whatever_the_trainer_is_on(monkeypatch):
     """A trainer on `cuda:1` has replicas in processes that see a GPU of their own, number 0 there."""
+    pytest.importorskip("ray")
     made = []
-    monkeypatch.setattr("shoal.samplers.registry.make_engine", lambda config, *_: made.append(config))
-    _replica(EngineConfig(device="cuda:1"), ["Up"], 0)
-    _replica(EngineConfig(device="cpu"), ["Up"], 0)
-    assert [config.device for config in made] == ["cuda", "cpu"]
+    monkeypatch.setattr("shoal.core.executors.connect_ray", lambda: None)
+    monkeypatch.setattr("shoal.samplers.ray.RayEngine", lambda make, count, **_: make)
+    for device in ("cuda:1", "cpu"):
+        replica = make_engine(EngineConfig("ray", device=device, replicas=ReplicaConfig("tiny")), ["Up"])
+        with monkeypatch.context() as there:
+            there.setattr("shoal.samplers.registry.make_engine", lambda config, *_: made.append(config))
+            replica()
+    assert [(config.name, config.device) for config in made] == [("tiny", "cuda"), ("tiny", "cpu")]
 
 
 @pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6", "6")])

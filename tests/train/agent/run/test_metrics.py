@@ -122,7 +122,7 @@ def test_a_picture_that_is_broken_off_leaves_the_one_before(draw, tmp_path, monk
 
 def test_where_the_time_went_by_hand():
     row = {"engine_busy": 0.75, "trained_tokens": 301}
-    assert iteration_times(row, rollout_seconds=6.0, seconds=9.0, tokens=1201) == {
+    assert iteration_times(row, rollout_seconds=6.0, update_seconds=3.0, tokens=1201) == {
         "seconds_rollout": 6.0,
         "seconds_update": 3.0,
         "tokens_per_second": 200.2,
@@ -131,7 +131,7 @@ def test_where_the_time_went_by_hand():
         "share_update": 0.3333,
         "share_idle": 0.1667,  # a quarter of two thirds
     }
-    assert iteration_times({"engine_busy": 1.0}, 1.0, 2.0, 10)["update_tokens_per_second"] == 0.0
+    assert iteration_times({"engine_busy": 1.0}, 1.0, 1.0, 10)["update_tokens_per_second"] == 0.0
 
 
 def test_nothing_played_is_nothing_shaped():
