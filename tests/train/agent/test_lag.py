@@ -104,7 +104,7 @@ RAY = [
     ("backend", "hosts", "engine"),
     [
         ("serial", 1, []),
-        ("thread", 1, []),
+        pytest.param("thread", 1, [], marks=pytest.mark.slow),
         ("thread", 3, ["engine.copy=process"]),
         ("process", 2, []),
         *RAY,
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path, killed_at):
     assert without_clocks(rows) == json.loads(json.dumps(without_clocks(calm)))
 
 
-@pytest.mark.parametrize("which", ["the sampler", "a host"])
+@pytest.mark.parametrize("which", ["the sampler", pytest.param("a host", marks=pytest.mark.slow)])
 def test_processes_that_are_killed_cost_time_alone(simulation, which, tmp_path):
     lag, weights, _ = simulation
     more = ["engine.copy=process", "agent_proxy.parallel.backend=process", f"trainer.lag={lag}"]

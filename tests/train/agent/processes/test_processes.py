@@ -113,7 +113,8 @@ def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
         ]
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_processes_play_ahead_as_one_does(tmp_path, sharding):
     """Playing gathers in a thread of its own, beside the gradients of the updates."""
     lag = ["trainer.lag=2", "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"]
