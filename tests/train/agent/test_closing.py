@@ -40,7 +40,7 @@ def pools(monkeypatch):
     return made, closed
 
 
-def apart(config, words, seed):
+def apart(config, words, seed, held):
     return policy_of(TinyEngine(words, seed=seed)), Sampler(words, seed=seed)
 
 
@@ -76,7 +76,7 @@ def test_a_trainer_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch
 def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine_ended(
     tmp_path, monkeypatch, pools
 ):
-    def simple(config, words, seed):
+    def simple(config, words, seed, held):
         policy, sampler = apart(config, words, seed)
         for block in policy.module.blocks:
             del block.gradient_checkpointing
