@@ -77,7 +77,7 @@ def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine
     tmp_path, monkeypatch, pools
 ):
     def simple(config, words, seed, held):
-        policy, sampler = apart(config, words, seed)
+        policy, sampler = apart(config, words, seed, held)
         for block in policy.module.blocks:
             del block.gradient_checkpointing
         return policy, sampler
