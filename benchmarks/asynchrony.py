@@ -38,7 +38,7 @@ SETTINGS = [
     "es_manager.train.env_configs.tags=[Naps]", "es_manager.val.env_configs.tags=[Naps]",
     "es_manager.train.env_groups=16", "es_manager.train.group_size=8", "es_manager.val.env_groups=4",
     "warmup.steps=20", "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=process",
-    "agent_proxy.parallel_n_jobs=1", "agent_proxy.parallel.episodes_at_once=8", "trainer.tensorboard=false",
+    "agent_proxy.parallel_n_jobs=1", "trainer.tensorboard=false",
     "trainer.stop_at_success=null", "trainer.stop_on_collapse=false", "trainer.eval_every=1000",
     "trainer.save_every=1000", "trainer.save_trajectories_every=1000",
 ]  # fmt: skip
