@@ -288,6 +288,28 @@ def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):
         quick_check("program", {"function": "a:b", "tasks": str(tmp_path / "none.jsonl")})
 
 
+def test_programs_that_are_played_ahead_teach_the_same_with_any_number_of_workers(tmp_path):
+    """The gateway asks for the weights of the iteration's plan, while newer ones are learned."""
+    lag = [
+        "trainer.lag=2", "trainer.iterations=4", "trainer.eval_every=2", "algorithm.learning_rate=0.01",
+        "trainer.save_trajectories_every=1",
+    ]  # fmt: skip
+
+    def train(jobs):
+        more = f"agent_proxy.parallel_n_jobs={jobs}", f"run_dir={tmp_path / str(jobs)}"
+        with AgentTrainer(config(tmp_path, *lag, *more)) as trainer:
+            rows = list(trainer.train())
+            return rows, [p.detach().clone() for p in trainer.policy.module.parameters()]
+
+    rows, weights = train(1)
+    assert [row.get("lag") for row in rows] == [None, 0, 1, 2, 2]
+    assert sum(row.get("gradient_steps", 0) for row in rows) >= 2
+    assert all((a == b).all() for a, b in zip(weights, train(3)[1], strict=True))
+    for number in (1, 2, 3, 4):
+        played = read_trajectories(tmp_path / "3" / "trajectories" / f"train-{number:06d}.jsonl")
+        assert {call.weights_version for t in played for call in t.calls} == {max(0, number - 3)}
+
+
 def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path, capsys):
     overrides = [
         "trainer.iterations=2",
