@@ -10,6 +10,7 @@ import pytest
 from tests.train.agent.lag_env import Words
 from tests.train.agent.test_trainer import CLOCKS, KILLED, WORKERS
 
+from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import make_roles, words_of_roles
 from shoal.rollout.hosts.episodes import Begin, Ended, Sampled, Setup, Slot
@@ -118,6 +119,9 @@ def test_weights_are_those_of_a_serial_loop(simulation, backend, hosts, engine, 
     assert [row["lag"] for row in rows[1:]] == [min(lag, k) for k in range(ITERATIONS)]
     assert [row["reward"] * 12 for row in rows[1:]] == pytest.approx(rewards)
     assert len(set(rewards)) > 3  # or nothing would have been compared
+    for iteration in (7, 14, ITERATIONS):  # evaluations are played by the present weights
+        played = read_trajectories(tmp_path / "run" / "trajectories" / f"heldout-{iteration:06d}.jsonl")
+        assert {call.weights_version for t in played for call in t.calls} == {iteration}
 
 
 def test_a_lag_changes_what_is_learned(simulation, tmp_path):
