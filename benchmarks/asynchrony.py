@@ -4,7 +4,7 @@
 
 The tiny model learns on an env that waits 5 ms a step, and on one that only computes. Each run is a process of its own:
 `trainer.lag` 0; 1 with the copies of the weights in threads; and 1 with them in a process. What is compared is the
-wall-clock of the iterations after the first, a median over rounds, as a ratio to lag 0. Results go to
+wall-clock of the iterations after the second, a median over rounds, as a ratio to lag 0. Results go to
 `benchmarks/results/asynchrony.json`, and the table of docs/asynchrony.md is written from them.
 """
 

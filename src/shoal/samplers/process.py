@@ -23,7 +23,7 @@ from shoal.core.errors import EngineError, format_error
 from shoal.core.executors import Closing
 from shoal.core.streams import Streams, framed, received, streams_of
 from shoal.core.workers import WorkerProcess, dumps, ended_how
-from shoal.samplers.asking import Loop, RetryPolicy, SamplerClient, generate, retried
+from shoal.samplers.asking import Loop, RetryPolicy, SamplerClient, as_error, generate, retried
 from shoal.samplers.sampler import Completion, Facts, Request, Sampler, facts_of
 
 MEMORY = "/dev/shm"
@@ -232,11 +232,7 @@ def serve(pipe: Any, made_by: bytes) -> None:
 
     def sampled(number: int, future: Future[Completion]) -> None:
         if (error := future.exception()) is not None:
-            tell(
-                Answer(
-                    number, error=format_error(error) if not isinstance(error, EngineError) else str(error)
-                )
-            )
+            tell(Answer(number, error=str(as_error(error))))
         else:
             tell(Answer(number, future.result()))
 

@@ -128,6 +128,11 @@ def test_a_lag_changes_what_is_learned(simulation, tmp_path):
     assert simulated(settings(tmp_path), 0)[0] != simulation[1]
 
 
+def test_a_run_goes_on_with_its_own_lag_alone(tmp_path):
+    known = [settings(tmp_path, f"trainer.lag={lag}").comparable() for lag in (0, 1, 2)]
+    assert known[0] != known[1] != known[2] != known[0]
+
+
 # --- faults
 @pytest.mark.parametrize("killed_at", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_to_the_same_end(tmp_path, killed_at):
@@ -174,5 +179,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
         ConfigError, match=r"trainer.lag=1 plays beside learning, on hosts: set agent_proxy.use_par"
     ):
         settings(tmp_path, "trainer.lag=1", "agent_proxy.use_parallel_rollout=false")
+    with pytest.raises(ConfigError, match="engine.copy=process has no effect with trainer.lag=0"):
+        settings(tmp_path, "engine.copy=process")
+    engine = make_engine(settings(tmp_path).engine)
+    with pytest.raises(ConfigError, match="a sampler that is given has one"):
+        AgentTrainer(settings(tmp_path, "trainer.lag=1"), policy=policy_of(engine), sampler=engine)
     with pytest.raises(ConfigError, match="lag must be"):
         settings(tmp_path, "trainer.lag=-1")

@@ -473,6 +473,8 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     schedules = values["algorithm"]["lr_schedule"], values["algorithm"]["kl"]["schedule"]
     if set(schedules) != {"constant"}:  # they depend on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
+    if lag := values["trainer"]["lag"]:
+        known["trainer"] = {**known.get("trainer", {}), "lag": lag}
     rewards = known.pop("rewards", [])
     known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]
     return known | {"rewards": known_rewards} if rewards else known

@@ -48,7 +48,6 @@ from shoal.train.agent.policies.sharding import ShardedPolicy
 from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.determinism import applies, deterministic, threads
 from shoal.train.agent.processes.distributed import Processes
-from shoal.train.agent.run.ahead import Ahead
 from shoal.train.agent.run.answers import with_room
 from shoal.train.agent.run.checkpoint import (
     Progress,
@@ -64,7 +63,7 @@ from shoal.train.agent.run.metrics import (
     rollout_metrics,
     signal_metrics,
 )
-from shoal.train.agent.run.playing import Played, SharedCollector, play_groups, refuse_all_failed
+from shoal.train.agent.run.playing import Ahead, Played, SharedCollector, play_groups, refuse_all_failed
 from shoal.train.agent.run.records import Records, refuse_taken
 from shoal.train.agent.supervised.rehearsal import rehearse
 from shoal.train.agent.supervised.warmup import refuse_without_actions, warm_up, warmup_steps
@@ -105,6 +104,11 @@ class AgentTrainer(Closing):
             config = AgentConfig.read(plain_values(config))
         if rewards is not None:
             config = replace(config, rewards=reward_list(rewards))
+        if sampler is not None and config.trainer.lag:
+            raise ConfigError(
+                f"trainer.lag={config.trainer.lag} needs copies of the weights, and a sampler that is given has one: "
+                f"name it in engine.name, or set trainer.lag to 0"
+            )
         refuse_taken(config)
         refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"

@@ -50,6 +50,11 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"trainer.lag={config.trainer.lag} plays beside learning, on hosts: set "
             f"agent_proxy.use_parallel_rollout=true, or trainer.lag=0"
         )
+    if engine.copy == "process" and (not config.trainer.lag or engine.name == "ray"):
+        yield (
+            f"engine.copy=process has no effect with trainer.lag={config.trainer.lag} and engine.name={engine.name}: "
+            f"leave it out, or set trainer.lag to 1 or more with tiny or huggingface"
+        )
     if config.trainer.lag and engine.played_by == "vllm":
         yield (
             f"trainer.lag={config.trainer.lag} needs weights of {config.trainer.lag + 1} versions at once, and vllm "

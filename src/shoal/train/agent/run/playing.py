@@ -6,11 +6,14 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, ShoalError
+from shoal.core.executors import Closing, OwnThread
 from shoal.envs.check import quick_check
 from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.report import RolloutReport
@@ -21,6 +24,7 @@ from shoal.train.agent.processes.distributed import Processes
 from shoal.train.agent.run.filters import collect_with_signal, discounted
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 CHECKED_SEEDS = 32
 """Episodes of an env that are played before training, as far as ten seconds allow."""
 
@@ -163,6 +167,37 @@ class SharedCollector:
     def close(self) -> None:
         """End this process's envs and workers."""
         self.collector.close()
+
+
+class Ahead(Closing, Generic[T]):
+    """Plays one iteration after another beside the caller's thread.
+
+    Args:
+        play: plays an iteration.
+    """
+
+    def __init__(self, play: Callable[[int], T]) -> None:
+        self._play = play
+        self._thread = OwnThread("shoal-player")
+        self._begun: dict[int, Future[T]] = {}
+
+    def begin(self, iteration: int) -> None:
+        """Play this iteration after those that were begun before, unless it is one of them."""
+        if iteration not in self._begun:
+            self._begun[iteration] = self._thread.submit(partial(self._play, iteration))
+
+    def take(self, iteration: int) -> T:
+        """What came of an iteration that was begun, once it is over."""
+        try:
+            return self._begun[iteration].result()
+        finally:
+            del self._begun[iteration]
+
+    def close(self) -> None:
+        """Begin nothing more; what is played now is its owner's to break off."""
+        for future in self._begun.values():
+            future.cancel()
+        self._thread.end()
 
 
 def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
