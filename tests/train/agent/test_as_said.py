@@ -196,20 +196,24 @@ def test_a_penalty_holds_on_to_the_weights_after_the_warm_up_or_before_it(base, 
     assert math.isfinite(rows[-1]["kl_to_reference"])
 
 
-def test_a_scheduled_penalty_falls_to_0_over_the_iterations(tmp_path):
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_with_a_target_a_penalty_grows_with_the_square_of_the_kl(tmp_path, place):
     settings = [
-        *BANDIT, "engine.name=tiny", "algorithm=grpo", "algorithm.kl.coef=0.4", "warmup.steps=20",
-        "trainer.iterations=4",
+        *BANDIT, "engine.name=tiny", "algorithm=grpo", "algorithm.kl.coef=0.4", f"algorithm.kl.place={place}",
+        "warmup.steps=20", "trainer.iterations=6",
     ]  # fmt: skip
 
-    def trained(schedule):
-        own = [f"algorithm.kl.schedule={schedule}", f"run_dir={tmp_path}/{schedule}"]
-        with AgentTrainer(compose_config("base", settings + own)) as trainer:
-            rows = (row for row in trainer.train() if row["iteration"])
-            return [(row["kl_coef"], weights_sha256(trainer.policy.module)) for row in rows]
+    def trained(name, *own):
+        with AgentTrainer(compose_config("base", [*settings, f"run_dir={tmp_path}/{name}", *own])) as trainer:
+            rows = [row for row in trainer.train() if row["iteration"]]
+            return rows, weights_sha256(trainer.policy.module)
 
-    falling, constant = trained("linear"), trained("constant")
-    assert [coef for coef, _ in falling] == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert [coef for coef, _ in constant] == [0.4] * 4
-    assert falling[0] == constant[0]
-    assert falling[1][1] != constant[1][1]
+    one_step = "algorithm.minibatch_size=null"  # so that the row tells the KL of what was played
+    held, weights = trained("held", "algorithm.kl.target=0.01", one_step)
+    wanted = [0.4 * min(4, row["kl_to_reference"] / 0.01) ** 2 for row in held]
+    assert [row["kl_coef"] for row in held] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    assert held[0]["kl_coef"] < 1e-6
+    assert max(row["kl_coef"] for row in held) > 0.4
+    constant, others = trained("constant", one_step)
+    assert [row["kl_coef"] for row in constant] == [0.4] * 6
+    assert weights != others

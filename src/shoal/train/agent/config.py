@@ -125,11 +125,13 @@ class KLPenalty:
     """`loss`: added to the loss of each token; `reward`: taken off the reward of each token before advantages."""
     anchor: Literal["warmup", "start"] = "warmup"
     """The reference: the weights after the warm-up (the supervised model of the papers), or those before it."""
-    schedule: Decay = "constant"
-    """How `coef` falls towards 0 over `trainer.iterations`."""
+    target: float | None = None
+    """Nats a token that the policy shall be away from the reference: an iteration's coefficient is `coef` times the square
+    of the KL of its answers over this (16 times at most). Little holds the policy near the reference, much far from it;
+    null: `coef` everywhere."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, coef="[0, inf)")
+        check_ranges(self, coef="[0, inf)", target="(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -470,8 +472,7 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     known, replicas = _without(values, _FREE), values["engine"]["replicas"]
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
-    schedules = values["algorithm"]["lr_schedule"], values["algorithm"]["kl"]["schedule"]
-    if set(schedules) != {"constant"}:  # they depend on how many iterations there are
+    if values["algorithm"]["lr_schedule"] != "constant":  # it depends on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     if lag := values["trainer"]["lag"]:
         known["trainer"] = {**known.get("trainer", {}), "lag": lag}

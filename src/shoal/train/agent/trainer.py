@@ -358,9 +358,6 @@ class AgentTrainer(Closing):
     ) -> tuple[dict[str, float], list[Sample]]:
         """One update from the groups to learn from; its metrics, and the samples that it read."""
         config, learner = self.config, self._learner
-        if (kl := config.algorithm.kl).schedule != "constant":
-            kl = replace(kl, coef=decayed(kl.coef, kl.schedule, iteration / config.trainer.iterations))
-            learner = replace(learner, algorithm=replace(learner.algorithm, kl=kl))
         row: dict[str, float] = {}
         samples = prepare_samples(learned, learner)
         if share < 1 and config.algorithm.filter_groups.scale_by_share:

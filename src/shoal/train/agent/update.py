@@ -22,6 +22,7 @@ from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.algorithms.advantages import critic_advantages, teacher_advantages, turn_advantages
 from shoal.train.agent.algorithms.losses import (
     LOSSES,
+    KLEstimator,
     Tokens,
     aggregation_weights,
     entropy_bonus,
@@ -37,6 +38,9 @@ from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.optimizer import MasterAdamW, shorten
 from shoal.train.agent.policies.policy import Critic, Policy, autocast, score, training_mode
 from shoal.train.agent.processes.distributed import ALONE, Processes
+
+FARTHEST = 4.0
+"""Times `kl.target` beyond which a KL counts as that: few tokens with a rare sample make it large."""
 
 
 @dataclass
@@ -91,7 +95,7 @@ class Totals:
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
     def metrics(
-        self, config: Algorithm, *, policy: bool = True, critic: bool = False, entropy: bool = True
+        self, config: Algorithm, kl_coef: float | None, *, policy: bool, critic: bool, entropy: bool
     ) -> dict[str, float]:
         """Means a token, and means a step for loss and gradient, of what was trained: `policy`, `critic` or both."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
@@ -107,9 +111,9 @@ class Totals:
         row["grad_norm"] = self.grad_norm / steps
         if entropy:
             row["entropy"] = self.entropy / tokens
-        if config.kl.coef:
+        if kl_coef is not None:
             row["kl_to_reference"] = self.kl_to_reference / tokens
-            row["kl_coef"] = config.kl.coef
+            row["kl_coef"] = kl_coef
         if config.rollout_correction.method != "none":
             row["rollout_correction_mean"] = self.correction / tokens
         return row
@@ -136,8 +140,10 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     if learner.reference is not None:
         columns["reference_logprobs"] = held = _ask(learner.reference, samples, learner)
         if algorithm.kl.place == "reward":
-            pairs = zip(columns["old_logprobs"], held, strict=True)
-            penalties = by_turn(trajectories, [algorithm.kl.coef * _kl(algorithm, *pair) for pair in pairs])
+            coef, pairs = kl_coef(algorithm, sampled, held), zip(columns["old_logprobs"], held, strict=True)
+            penalties = by_turn(
+                trajectories, [coef * _kl(*pair, algorithm.kl.estimator) for pair in pairs]
+            )
     if learner.critic is not None:
         columns["values"] = values = _ask(learner.critic, samples, learner)
         of_turns = by_turn(trajectories, values)
@@ -164,9 +170,23 @@ def _correction(algorithm: Algorithm, old: Floats, sampled: Floats) -> Floats:
     return weights.numpy()  # type: ignore[no-any-return]
 
 
-def _kl(algorithm: Algorithm, logprobs: Floats, reference: Floats) -> Floats:
+def _kl(logprobs: Floats, reference: Floats, estimator: KLEstimator) -> Floats:
     pair = torch.from_numpy(logprobs), torch.from_numpy(reference)
-    return kl_penalty(*pair, algorithm.kl.estimator).numpy()  # type: ignore[no-any-return]
+    return kl_penalty(*pair, estimator).numpy()  # type: ignore[no-any-return]
+
+
+def kl_coef(algorithm: Algorithm, sampled: Sequence[Floats], reference: Sequence[Floats]) -> float:
+    """The coefficient of the KL penalty in an update: with `kl.target` it grows with the square of the KL.
+
+    Args:
+        algorithm: whose `kl` is read.
+        sampled: log-probabilities of all tokens as they were sampled.
+        reference: those of the same tokens under the reference.
+    """
+    if algorithm.kl.target is None:
+        return algorithm.kl.coef
+    far = float(_kl(np.concatenate(sampled), np.concatenate(reference), "k3").mean())
+    return algorithm.kl.coef * min(far / algorithm.kl.target, FARTHEST) ** 2
 
 
 def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[Floats]:
@@ -253,8 +273,12 @@ def update(
     pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
     if not (has_signal or coef or pulls or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
-    if coef != algorithm.entropy_coef:
-        learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+    holds = None  # what a nat of KL costs
+    if learner.reference is not None:
+        names: tuple[Column, ...] = "rollout_logprobs", "reference_logprobs"
+        holds = kl_coef(algorithm, *([sample.columns[name] for sample in samples] for name in names))
+    kl = replace(algorithm.kl, coef=holds or 0.0)
+    learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef, kl=kl))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
     if not LOSSES[algorithm.policy_loss].bounds:
         noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
@@ -268,7 +292,7 @@ def update(
                 gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
     critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
     summed = totals.over(learner.processes)
-    row = summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    row = summed.metrics(algorithm, holds, policy=learns_policy, critic=critic, entropy=tells_entropy)
     if algorithm.entropy_coef and learns_policy:
         row["entropy_bonus"] = coef
     return row
@@ -382,7 +406,7 @@ def token_loss(
         totals.correction += float(columns["correction"].sum())
     if config.entropy_coef and entropy is not None:
         losses = losses - config.entropy_coef * entropy
-    if config.kl.coef:
+    if "reference_logprobs" in columns:
         reference = columns["reference_logprobs"]
         if config.kl.place == "loss":
             losses = losses + config.kl.coef * kl_penalty(logprobs, reference, config.kl.estimator)
