@@ -138,7 +138,7 @@ def test_a_collapse_of_the_entropy_names_what_can_act_and_comes_before_what_foll
     [found] = advise(rows(16, **silent, gradient_steps=1), REAL)
     assert found.title == "Entropy has collapsed"
     assert "algorithm.learning_rate to a third (it is 3e-05)" in found.text
-    assert "Set algorithm.kl.coef=1 (it is 0.03)" in found.text
+    assert "Set algorithm.kl.coef=0.3 (it is 0.03) and algorithm.kl.target=0.3" in found.text
     order = [found.text.index(name) for name in ("kl.coef", "learning_rate", "more groups")]
     assert order == sorted(order)  # as measured
     assert "clip_ratio_high" not in found.text  # with one step an update no ratio leaves 1

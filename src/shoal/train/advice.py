@@ -312,18 +312,16 @@ def _against_collapse(run: Run) -> str:
         remedies.insert(1, "raise algorithm.entropy_coef")
     elif not _held(run, 1):
         now = _now(run.setting("algorithm.kl.coef"))
-        hold = (
-            f"set algorithm.kl.coef=1{now}, which holds the policy near its start, so that it goes on trying"
-        )
-        remedies.insert(0, hold)
+        hold = "which hold the policy the more the further it is from its start, so that it goes on trying"
+        remedies.insert(0, f"set algorithm.kl.coef=0.3{now} and algorithm.kl.target=0.3, {hold}")
     text = ", or ".join(remedies)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _held(run: Run, coef: float) -> bool:
-    """Whether a KL penalty holds the policy as much as this."""
+    """Whether a KL penalty holds the policy as much as this, or grows until it does."""
     now = run.setting("algorithm.kl.coef")
-    return is_number(now) and now >= coef
+    return is_number(now) and bool(now) and (now >= coef or is_number(run.setting("algorithm.kl.target")))
 
 
 def _now(value: Any) -> str:
