@@ -256,16 +256,22 @@ def cases() -> Iterator[Case]:
 
 def run_case(case: Case, iterations: int | None = None) -> Run:
     """Train one arm."""
+    task = TASKS[case.task]
+    overrides = [
+        f"algorithm={'ppo' if case.algorithm == 'ppo' else 'grpo'}",
+        *task.overrides,
+        *(f"{name}={value}" for name, value in settings_of(case.algorithm, case.arm).items()),
+    ]
+    return trained(case, task.config, overrides, iterations or task.iterations)
+
+
+def trained(case: Case, config: str, overrides: Sequence[str], iterations: int) -> Run:
+    """One run of a shipped config with the tiny model, to its last iteration."""
     from shoal.train.agent.config import compose_config
     from shoal.train.agent.trainer import AgentTrainer
 
-    task = TASKS[case.task]
-    iterations = iterations or task.iterations
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            f"algorithm={'ppo' if case.algorithm == 'ppo' else 'grpo'}",
-            *task.overrides,
-            *(f"{name}={value}" for name, value in settings_of(case.algorithm, case.arm).items()),
+        always = [
             f"seed={case.seed}",
             f"run_dir={folder}/run",
             "use_parallel_envs=false",
@@ -280,7 +286,7 @@ def run_case(case: Case, iterations: int | None = None) -> Run:
             "trainer.tensorboard=false",
         ]
         clock = time.process_time()
-        with AgentTrainer(compose_config(task.config, overrides)) as trainer:
+        with AgentTrainer(compose_config(config, [*overrides, *always])) as trainer:
             rows = [row for row in trainer.train() if row["iteration"]]
         seconds = time.process_time() - clock
     entropy: list[float] = []
