@@ -1,6 +1,9 @@
 import json
 import logging
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -168,6 +171,25 @@ def test_episodes_that_were_played_are_told_to_be_kept(run, capsys):
     (run / "unfinished.jsonl").touch()
     assert main(["show", str(run)]) == 0
     assert "go on with: shoal eval as before, into" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("columns", [20, 40, 110])
+def test_a_command_to_go_on_is_copied_whole_from_a_terminal_of_any_width(run, capsys, monkeypatch, columns):
+    place = run.rename(run.with_name("it's a run-of-many-words"))
+    RunFolder(place, "train", 0).close()
+    (place / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["show", str(place)]) == 0
+    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split("go on with:\n")[1]
+    copied = re.match(r"(?:.*\\\n)*.*\n", told)[0]
+    script = f"shoal() {{ printf '%s\\n' \"$@\"; }}\n{copied}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "train", "--config-dir", str(place), "--config-name", "config", f"run_dir={place}", "resume=true",
+    ]  # fmt: skip
+    for line in copied.splitlines():
+        assert len(line) <= columns or len(shlex.split(line.removesuffix("\\"))) == 1
 
 
 def test_an_unfinished_split_into_lots_goes_on(run, capsys):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
-from shoal.cli.output import program
+from shoal.cli.output import program, to_type
 from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of
@@ -86,7 +86,7 @@ def how_to_go_on(run: Path, *, failed: bool = False) -> str:
             return f"go on with: {program()} {command} as before, into {shlex.quote(str(run))}"
         return f"shoal {command} cannot go on with it: run it again"
     after = "when its cause is mended, " if failed else ""
-    return f"{after}go on with: {again}"
+    return f"{after}go on with:\n{to_type(again)}"
 
 
 def resume_command(run: Path, command: str) -> str | None:
