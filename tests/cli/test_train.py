@@ -33,7 +33,7 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     printed = capsys.readouterr().out
     assert shoal.main(["show", str(folder)]) == 0
     told = capsys.readouterr().out
-    for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iterations *│ 1 "):
+    for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iteration *│ 1 "):
         assert re.search(row, told)
     shown = told.split("go on with:\n")[1].splitlines()[0]
     assert printed.endswith(f"interrupted; go on with:\n{shown}\n")

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import (
-    Progress,
-    episodes_played,
-    print_json,
-    refuse_below,
-    refuse_device,
-    refuse_idle,
-)
+from shoal.cli.grammar import Progress, episodes_played, print_json, refuse_below, refuse_device, refuse_idle
 from shoal.cli.output import harmless, next_steps, program
 from shoal.core.errors import ConfigError
 from shoal.train.records.config import EvaluationConfig

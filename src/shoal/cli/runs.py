@@ -137,8 +137,8 @@ def _about(path: Path) -> dict[str, Any]:
     about["progress"] = progress and progress[:2]
     if about["metric"] is None:
         newest = latest_metrics(run)
-        about["metric"] = next((name for name in RESULTS if name in newest), None)
-        about["value"] = newest.get(about["metric"])
+        found = ((name, newest[name]) for name in RESULTS if name in newest)
+        about["metric"], about["value"] = next(found, (None, None))
     return about
 
 

@@ -30,10 +30,11 @@ from shoal.viewer.runs import Run, describe, is_run, points
 
 FIRST = (
     "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",
-    "heldout_turns", "iterations", "eval_return_mean", "eval_return_std", "reward_mean", "steps", "episodes", "turns",
-    "steps_per_second", "seconds_rollout", "tokens_per_second", "valid_actions", "failed_episodes", "worker_deaths",
-    "replayed_episodes", "least_level", "samples", "trajectories", "images", "tokens", "skipped", "skills_completed",
-    "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills", "played_again",
+    "heldout_turns", "iterations", "iteration", "eval_return_mean", "eval_return_std", "reward_mean", "steps",
+    "episodes", "turns", "steps_per_second", "seconds_rollout", "tokens_per_second", "valid_actions", "failed_episodes",
+    "worker_deaths", "replayed_episodes", "least_level", "samples", "trajectories", "images", "tokens", "skipped",
+    "skills_completed", "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills",
+    "played_again",
 )  # fmt: skip
 """Metrics that are shown, in this order; docs/metrics.md explains them, and the others."""
 DRAWN = ("success", "heldout_success", "reward", "reward_mean", "eval_return_mean", "entropy")
@@ -152,10 +153,7 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
-    newest = latest_metrics(Run(run))
-    if "iteration" in newest:
-        newest["iterations"] = newest.pop("iteration")
-    found = flat(summary["metrics"] or newest)
+    found = flat(summary["metrics"] or latest_metrics(Run(run)))
     wanted = [name for first in FIRST for name in found if name.split("/")[0] == first]
     shown = list(found) if everything or not wanted else wanted
     for name in shown:

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import (
-    SettingsOptions,
-    print_json,
-    refuse_device,
-    refuse_twice,
-    run_folder,
-)
+from shoal.cli.grammar import SettingsOptions, print_json, refuse_device, refuse_twice, run_folder
 from shoal.cli.output import program, to_type
 from shoal.core.configuration import as_commented_yaml
 
