@@ -21,7 +21,7 @@ PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
 ---
 search:
-  boost: 2
+  boost: 20
 ---
 
 # Settings
