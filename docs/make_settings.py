@@ -19,6 +19,11 @@ from shoal.train.agent.config import AgentConfig
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
+---
+search:
+  boost: 20
+---
+
 # Settings
 
 Every setting of `shoal train`, with its meaning and default. Written by `make settings` from the source.

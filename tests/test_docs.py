@@ -59,6 +59,23 @@ def test_links_lead_somewhere(page):
 
 
 @of_each_page
+def test_every_block_says_its_language(page):
+    assert [text for kind, text in BLOCK.findall(page.read_text()) if not kind] == []
+
+
+def test_shoal_is_installed_by_the_same_words_on_every_first_page():
+    pages = [ROOT / "README.md", ROOT / "docs" / "index.md", *TUTORIALS]
+    installed = {words for page in pages for words in re.findall(r'pip install "(.+?)"', page.read_text())}
+    assert installed == {".[llm,vision,web]"}
+
+
+@pytest.mark.parametrize("name", ["metrics", "glossary", "settings", "how-to/errors"])
+def test_the_search_names_pages_that_are_looked_things_up_in_first(name):
+    head = (ROOT / "docs" / f"{name}.md").read_text().split("---\n")[1]
+    assert yaml.safe_load(head)["search"]["boost"] > 1
+
+
+@of_each_page
 def test_python_shown_is_python_and_its_names_exist(page):
     for _, code in [found for found in BLOCK.findall(page.read_text()) if found[0] == "python"]:
         for node in ast.walk(ast.parse(code)):
@@ -79,7 +96,7 @@ def commands_in(page: Path) -> list[list[str]]:
     """The words of every `shoal …` in the blocks of a page."""
     found = []
     for kind, text in BLOCK.findall(page.read_text()):
-        if kind not in ("", "bash", "sh"):
+        if kind not in ("bash", "sh"):
             continue
         for line in text.replace("\\\n", " ").splitlines():
             line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")

@@ -348,7 +348,7 @@ def test_a_request_to_end_and_a_closed_terminal_are_like_ctrl_c(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(train, "_watch", killed)
         assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == code
-    assert "go on with: shoal train" in capsys.readouterr().out
+    assert "go on with:\n  shoal train" in capsys.readouterr().out
     assert not FolderLock(tmp_path / "run" / ".lock").is_taken()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def bare(monkeypatch):
 def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys):
     found = findings(capsys)
     assert {name: found[name]["status"] for name in ("system", "cores", "ray", "gpu", "shm")} == {
-        "system": "ok", "cores": "ok", "ray": "missing", "gpu": "missing", "shm": "warning",
+        "system": "ok", "cores": "ok", "ray": "optional", "gpu": "optional", "shm": "warning",
     }  # fmt: skip
     assert found["shm"]["found"] == "/dev/shm has 64 MiB, 62 free"
     assert 'pip install ".[parallel]"' in found["ray"]["advice"]
@@ -107,3 +108,20 @@ def test_a_package_that_cannot_be_imported_is_a_finding_among_the_others(monkeyp
     assert found["gpu"]["status"] == "failed"
     assert "libcudart.so: cannot open" in found["gpu"]["found"]
     assert {"ray", "[train]"} <= found.keys()
+
+
+def test_states_are_coloured_on_a_terminal_alone(monkeypatch, capsys):
+    monkeypatch.setattr(installation, "LOOKS", {"cores": installation.LOOKS["cores"]})
+    monkeypatch.setattr(installation, "_has", lambda module: False)
+    assert main(["doctor"]) == 0
+    plain = capsys.readouterr().out
+    assert "\noptional [train]" in plain
+    assert "missing" not in plain
+    assert "\x1b" not in plain
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["doctor"]) == 0
+    assert "\x1b[32mok      \x1b[0m cores" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == plain

@@ -1,6 +1,9 @@
 import json
 import logging
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from shoal.cli.output import program
 from shoal.core.data import Counted, Judged, Requests, Score, write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
+from shoal.viewer.runs import Run
 
 
 @pytest.fixture
@@ -170,6 +174,25 @@ def test_episodes_that_were_played_are_told_to_be_kept(run, capsys):
     assert "go on with: shoal eval as before, into" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("columns", [20, 40, 110])
+def test_a_command_to_go_on_is_copied_whole_from_a_terminal_of_any_width(run, capsys, monkeypatch, columns):
+    place = run.rename(run.with_name("it's a run-of-many-words"))
+    RunFolder(place, "train", 0).close()
+    (place / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["show", str(place)]) == 0
+    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split("go on with:\n")[1]
+    copied = re.match(r"(?:.*\\\n)*.*\n", told)[0]
+    script = f"shoal() {{ printf '%s\\n' \"$@\"; }}\n{copied}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "train", "--config-dir", str(place), "--config-name", "config", f"run_dir={place}", "resume=true",
+    ]  # fmt: skip
+    for line in copied.splitlines():
+        assert len(line) <= columns or len(shlex.split(line.removesuffix("\\"))) == 1
+
+
 def test_an_unfinished_split_into_lots_goes_on(run, capsys):
     RunFolder(run, "split", 0).close()
     (run / "shards").mkdir()
@@ -258,3 +281,45 @@ def test_an_export_of_a_run_without_a_checkpoint_speaks_of_no_resume(run, capsys
     told = capsys.readouterr().err
     assert "has no checkpoint" in told
     assert "resume" not in told
+
+
+def test_of_a_run_that_was_stopped_it_is_listed_how_far_it_came_and_how_well_it_did(tmp_path, capsys):
+    for name, error in (("killed", None), ("stopped", KeyboardInterrupt())):
+        folder = RunFolder(tmp_path / name, "train", 7)
+        (tmp_path / name / "config.yaml").write_text("seed: 7\ntrainer: {iterations: 200}\n")
+        for iteration, success in ((0, 0.25), (95, 0.875), (97, None)):
+            folder.append_metrics({"iteration": iteration, "heldout_success": success, "seconds": iteration})
+        folder.close() if error is None else folder.fail(error)
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, word in (("killed", "unfinished"), ("stopped", "interrupted")):
+        [line] = [line for line in lines if f"/{name} " in line]
+        assert re.search(rf" train +{word} +7 .* 97 of 200, heldout_success 0\.875 *$", line)
+        assert Run(tmp_path / name).status() == word, "the viewer's word"
+    assert main(["runs", str(tmp_path), "--json", "--status", "unfinished"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["seed"], row["progress"], row["value"]) == (7, [97, 200], 0.875)
+
+
+def test_curves_are_drawn_in_a_line_each_in_colour_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
+    rows = [{"iteration": at, "success": at / 100, "entropy": 2.0 - at / 100} for at in range(100)]
+    for row in rows[::25]:
+        row["heldout_success"] = 0.0 if row["iteration"] < 50 else 1.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", str(tmp_path)]) == 0
+    plain = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in plain.splitlines() if "▁" in line or "█" in line}
+    assert [*lines] == ["success", "heldout_success", "entropy"]
+    # 40 columns: two or three rows each, of which the mean is drawn
+    assert lines["success"] == "success          " + "".join(b * 5 for b in "▁▂▃▄▅▆▇█") + "  0 → 0.99"
+    assert lines["heldout_success"] == f"heldout_success  {'▁' * 20}{'█' * 20}  0 → 1"
+    assert lines["entropy"].endswith("  2 → 1.01")
+    assert "\x1b" not in plain
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"\x1b[36m{'▁' * 20}{'█' * 20}\x1b[0m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"heldout_success  {'▁' * 20}{'█' * 20}  0 → 1" in capsys.readouterr().out

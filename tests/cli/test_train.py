@@ -33,14 +33,14 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     printed = capsys.readouterr().out
     assert shoal.main(["show", str(folder)]) == 0
     told = capsys.readouterr().out
-    for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iterations *│ 1 "):
+    for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iteration *│ 1 "):
         assert re.search(row, told)
-    [shown] = [line for line in told.splitlines() if "go on with: " in line]
-    assert printed.splitlines()[-1] == f"interrupted; {shown}"
-    again = shlex.split(shown.removeprefix("go on with: "))[1:]
+    shown = told.split("go on with:\n")[1].splitlines()[0]
+    assert printed.endswith(f"interrupted; go on with:\n{shown}\n")
+    again = shlex.split(shown)[1:]
     assert shoal.main([*again, "trainer.iterations=1"]) == 0  # which is done: it goes on nevertheless
     capsys.readouterr()
-    command = shlex.split(printed.split("go on with: ")[1])
+    command = shlex.split(shown)
     assert command[0] == "shoal"
     assert command.count(f"run_dir={folder}") == 1
     assert shoal.main(command[1:]) == 0
@@ -49,7 +49,10 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     ]
     assert iterations == [0, 1, 2]
     assert read_summary(folder)["status"] == "completed"
-    assert f"shoal show {shlex.quote(str(folder))}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"\n  shoal view {shlex.quote(str(folder))}\n" in told
+    assert f"\n  shoal show {shlex.quote(str(folder))}\n" in told
+    assert "\ntry next (many turns: cross a frozen lake):\n  shoal train --config-name demo\n" in told
 
 
 def test_the_lines_of_a_run_say_which_share_of_its_episodes_was_truncated(tmp_path, capsys):
@@ -84,11 +87,11 @@ def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(train_ppo, "_watch", interrupted)
         assert shoal.main(["train-ppo", "--total-timesteps", "4096", *words]) == 130
-    printed = capsys.readouterr().out.splitlines()[-1]
+    printed = capsys.readouterr().out
     assert shoal.main(["show", str(folder)]) == 0
-    [shown] = [line for line in capsys.readouterr().out.splitlines() if "go on with: " in line]
-    assert printed == f"interrupted; {shown}"
-    again = shlex.split(shown.removeprefix("go on with: "))[1:]
+    shown = capsys.readouterr().out.split("go on with:\n")[1].splitlines()[0]
+    assert printed.endswith(f"interrupted; go on with:\n{shown}\n")
+    again = shlex.split(shown)[1:]
     assert shoal.main([*again, "--total-timesteps", "256"]) == 0
     assert read_summary(folder)["metrics"]["steps"] >= 256
 

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import (
-    EnvKwargs,
-    Settings,
-    Wrappers,
-    arguments_of,
-    print_json,
-    refuse_below,
-    table,
-)
+from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, print_json, refuse_below, table
 from shoal.core.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -236,16 +236,12 @@ def _options(kind: Any, default: Any) -> Iterator[_Option]:
     hints, plain, notes = get_type_hints(kind, include_extras=True), get_type_hints(kind), field_notes(kind)
     for field in fields(kind):
         hint = plain[field.name]  # without the marks of what is inside, too
-        marks = get_args(hints[field.name])[1:] if _is_annotated(hints[field.name]) else ()
+        marks = getattr(hints[field.name], "__metadata__", ())
         value = getattr(default, field.name) if default is not None else _default_of(field)
         if is_dataclass(hint):
             yield from _options(hint, value)
         elif not any(isinstance(mark, Parameter) and mark.parse is False for mark in marks):
-            yield _Option(field.name, hint, value, notes.get(field.name, ""), tuple(marks))
-
-
-def _is_annotated(hint: Any) -> bool:
-    return get_origin(hint) is Annotated
+            yield _Option(field.name, hint, value, notes.get(field.name, ""), marks)
 
 
 def _default_of(field: Field[Any]) -> Any:

@@ -8,8 +8,8 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import print_json
 
 MORE = """\
-Each line is ok, missing (an optional part), warning (it works, with less) or
-failed. The pip lines are for the clone of shoal that it was installed from.
+Each line is ok, optional (a part that is not here), warning (it works, with
+less) or failed. The pip lines are for the clone of shoal that it was installed from.
 Exit status: 0 if nothing failed, 1 otherwise.
 `shoal prove --quick` tests the installation by training.
 
@@ -17,6 +17,9 @@ examples:
   shoal doctor
   shoal doctor --json           for a bug report or a script
 """
+
+
+COLOURS = {"ok": "green", "optional": "cyan", "warning": "yellow", "failed": "red"}
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,19 @@ class DoctorOptions:
 
 def doctor(options: DoctorOptions) -> int:
     """Look and print."""
+    from rich.console import Console
+    from rich.text import Text
+
     from shoal.testing.installation import examine
 
-    findings = []
+    findings, console = [], Console(soft_wrap=True)
     for finding in examine():
         findings.append(finding)
         if not options.json:
-            print(f"{finding.status:<8} {finding.name:<12} {finding.found}", flush=True)
+            word = (f"{finding.status:<8}", COLOURS[finding.status])
+            console.print(Text.assemble(word, f" {finding.name:<12} {finding.found}"))
             if finding.advice:
-                print(f"{'':<21} → {finding.advice}", flush=True)
+                console.print(Text(f"{'':<21} → {finding.advice}"))
     wrong = [finding.name for finding in findings if finding.status == "failed"]
     if options.json:
         print_json({"findings": [asdict(finding) for finding in findings], "failed": wrong})

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import (
-    Progress,
-    episodes_played,
-    print_json,
-    refuse_below,
-    refuse_device,
-    refuse_idle,
-)
-from shoal.cli.output import harmless, program
+from shoal.cli.grammar import Progress, episodes_played, print_json, refuse_below, refuse_device, refuse_idle
+from shoal.cli.output import harmless, next_steps, program
 from shoal.core.errors import ConfigError
 from shoal.train.records.config import EvaluationConfig
 
@@ -120,7 +113,8 @@ def evaluate(options: EvalOptions) -> int:
     else:
         _print_metrics(found.metrics)
     if how.out is not None:
-        print(f"look at an episode:  {program()} show {shlex.quote(str(how.out))} --worst")
+        worst = f"{program()} show {shlex.quote(str(how.out))} --worst"
+        print(next_steps(how.out, {"look at an episode": worst}))
     return 0
 
 

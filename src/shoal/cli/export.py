@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import show_warnings
-from shoal.cli.output import program
+from shoal.cli.output import next_steps, program
 
 MORE = """\
 examples:
@@ -48,7 +48,7 @@ def export(options: ExportOptions) -> None:
     )
     print(f"wrote {options.out} from {name}")
     if (options.out / FILE).exists() and not options.adapter:
-        print(f"evaluate it:  {program()} eval {shlex.quote(str(options.out))}")
+        print(next_steps(None, {"evaluate it": f"{program()} eval {shlex.quote(str(options.out))}"}))
 
 
 COMMAND = Command(ExportOptions, export, MORE)

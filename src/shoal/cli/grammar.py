@@ -405,7 +405,7 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     Raises:
         UnknownNameError: there is no such config; `further` ones, which the command takes too, are named as well.
     """
-    from shoal.train.agent.config import compose_config, refuse_unknown_config
+    from shoal.train.agent.config import compose_config, config_names, refuse_unknown_config
 
     if options.config_dir is not None and not options.config_dir.is_dir():
         raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
@@ -413,9 +413,10 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
         sys.path.append(folder)  # an env of "module:Class" may lie beside its config
     for word in options.overrides:
         if "=" not in word and not word.startswith("~"):
+            meant = f": --config-name {word}" if word in config_names() else ""
             raise ConfigError(
-                f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by --config-name"
-                f"{_meant(word)}"
+                f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by "
+                f"--config-name{meant}"
             )
     refuse_unknown_config(options.config_name, options.config_dir, further)
     words = options.settings()
@@ -458,12 +459,6 @@ def _refuse_secrets(texts: Sequence[str]) -> None:
                 f"${{oc.env:{name}}} would write what {name} holds into config.yaml: name the variable instead, "
                 f"such as engine.server.api_key_env={name}"
             )
-
-
-def _meant(word: str) -> str:
-    from shoal.train.agent.config import config_names
-
-    return f": --config-name {word}" if word in config_names() else ""
 
 
 Tracker = Literal["none", "tensorboard", "wandb"]

@@ -8,7 +8,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -30,6 +31,24 @@ def program() -> str:
     if called.name != "shoal" or (found is not None and Path(found).resolve() == called.resolve()):
         return "shoal"
     return shlex.quote(str(called))
+
+
+def to_type(command: str) -> str:
+    """A command on lines of its own, to be copied: one wider than the terminal is broken between its words."""
+    width = shutil.get_terminal_size().columns - 2 if sys.stdout.isatty() else sys.maxsize
+    in_quotes = r"'[^']*'|\"[^\"]*\""
+    lines = textwrap.wrap(
+        re.sub(in_quotes, lambda quoted: quoted[0].replace(" ", "\0"), command), width,
+        initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return " \\\n".join(lines).replace("\0", " ")
+
+
+def next_steps(run: Path | None, steps: Mapping[str, str]) -> str:
+    """What can be done after a command: a page of the run that it made, if any, and commands by what they are for."""
+    place = shlex.quote(str(run))
+    first = {} if run is None else {"look at it in a browser": f"{program()} view {place}"}
+    return "\n".join(f"{what}:\n{to_type(command)}" for what, command in (first | dict(steps)).items())
 
 
 def json_stream() -> TextIO:

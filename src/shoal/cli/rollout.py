@@ -21,7 +21,7 @@ from shoal.cli.grammar import (
     show_warnings,
     table,
 )
-from shoal.cli.output import program
+from shoal.cli.output import next_steps, program
 from shoal.rollout.settings import Backend
 from shoal.viewer.markup import number
 
@@ -85,8 +85,9 @@ def _play(options: RolloutOptions, config: Any, how: dict[str, Any]) -> int:
         shown = {k: v for k, v in summary["metrics"].items() if k not in ("iteration", "level")}
         rows = [[key, number(value)] for key, value in shown.items()]
         table(f"rollout of {options.config_name}", ["", "value"], rows, text=(0, 1))
+        print(f"episodes: {config.run_dir}/trajectories")
         replay = f"{program()} replay {shlex.quote(str(config.run_dir))}"
-        print(f"episodes: {config.run_dir}/trajectories   replay one: {replay}")
+        print(next_steps(Path(config.run_dir), {"replay one": replay}))
     came_to_an_end(trajectories)
     return 0
 

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
-from shoal.cli.output import program
+from shoal.cli.output import program, to_type
 from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of
-from shoal.viewer.runs import describe, folders
+from shoal.viewer.markup import number
+from shoal.viewer.runs import RESULTS, Run, describe, folders
 
 MORE = """\
 examples:
@@ -39,7 +40,7 @@ class RunsOptions:
 
 def list_runs(options: RunsOptions) -> None:
     """List."""
-    found = [about for path in folders(options.folder) if (about := describe(path))]
+    found = [_about(path) for path in folders(options.folder)]
     found.sort(key=lambda about: -about["changed"])
     if options.status is not None:
         found = [about for about in found if about["status"] == options.status]
@@ -86,7 +87,7 @@ def how_to_go_on(run: Path, *, failed: bool = False) -> str:
             return f"go on with: {program()} {command} as before, into {shlex.quote(str(run))}"
         return f"shoal {command} cannot go on with it: run it again"
     after = "when its cause is mended, " if failed else ""
-    return f"{after}go on with: {again}"
+    return f"{after}go on with:\n{to_type(again)}"
 
 
 def resume_command(run: Path, command: str) -> str | None:
@@ -124,8 +125,31 @@ def _checkpoint_dir(run: Path) -> Path | None:
     return None if elsewhere is None else Path(elsewhere)
 
 
-def _result(about: dict[str, Any]) -> str:
+def latest_metrics(run: Run) -> dict[str, Any]:
+    """The newest value of each metric in the rows of a run; empty where nothing was written."""
+    return {key: value for row in run.rows() for key, value in row.items() if value is not None}
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What the viewer lists of a run; of one that is not completed also how far it came, and how well it did there."""
+    about, run = describe(path), Run(path)
+    progress = None if about["status"] == "completed" else run.progress()
+    about["progress"] = progress and progress[:2]
     if about["metric"] is None:
-        return "-" if about["rows"] is None else f"{count_of(about['rows'], 'row')} of metrics"
-    value = about["value"]
-    return f"{about['metric']} {value:.3f}" if isinstance(value, float) else f"{about['metric']} {value}"
+        newest = latest_metrics(run)
+        found = ((name, newest[name]) for name in RESULTS if name in newest)
+        about["metric"], about["value"] = next(found, (None, None))
+    return about
+
+
+def _result(about: dict[str, Any]) -> str:
+    told, value = [], about["value"]
+    if about["progress"] is not None:
+        told.append(" of ".join(map(number, about["progress"])))
+    if about["metric"] is not None:
+        told.append(
+            f"{about['metric']} {value:.3f}" if isinstance(value, float) else f"{about['metric']} {value}"
+        )
+    elif about["rows"]:
+        told.append(f"{count_of(about['rows'], 'row')} of metrics")
+    return ", ".join(told) or "-"

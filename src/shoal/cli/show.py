@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -18,22 +19,26 @@ from rich.text import Text
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
-from shoal.cli.runs import how_to_go_on
+from shoal.cli.runs import how_to_go_on, latest_metrics
 from shoal.core.data import ENDINGS, Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import read_summary, whole_rows
+from shoal.core.run_folder import read_summary
+from shoal.viewer.curves import SHARES
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
-from shoal.viewer.runs import describe, is_run
+from shoal.viewer.runs import Run, describe, is_run, points
 
 FIRST = (
     "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",
-    "heldout_turns", "iterations", "eval_return_mean", "eval_return_std", "reward_mean", "steps", "episodes", "turns",
-    "steps_per_second", "seconds_rollout", "tokens_per_second", "valid_actions", "failed_episodes", "worker_deaths",
-    "replayed_episodes", "least_level", "samples", "trajectories", "images", "tokens", "skipped", "skills_completed",
-    "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills", "played_again",
+    "heldout_turns", "iterations", "iteration", "eval_return_mean", "eval_return_std", "reward_mean", "steps",
+    "episodes", "turns", "steps_per_second", "seconds_rollout", "tokens_per_second", "valid_actions", "failed_episodes",
+    "worker_deaths", "replayed_episodes", "least_level", "samples", "trajectories", "images", "tokens", "skipped",
+    "skills_completed", "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills",
+    "played_again",
 )  # fmt: skip
 """Metrics that are shown, in this order; docs/metrics.md explains them, and the others."""
+DRAWN = ("success", "heldout_success", "reward", "reward_mean", "eval_return_mean", "entropy")
+"""Metrics of which a line is drawn."""
 MORE = """\
 examples:
   shoal show runs/demo                       summary, and the first held-out episode turn by turn
@@ -48,7 +53,7 @@ See also: shoal runs (all runs), shoal view (in a browser), shoal replay RUN N.
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """Show a run's summary, and an episode turn by turn.
+    """Show a run's summary, its curves in small, and an episode turn by turn.
 
     Of each turn: what the agent saw, what it wrote (its action highlighted) and what the environment paid.
     """
@@ -88,6 +93,8 @@ def show(options: ShowOptions) -> None:
     console = Console(highlight=False, markup=False, emoji=False)  # what a run says is text
     about = describe(options.run)
     console.print(summary_table(options.run, about, everything=options.all))
+    for line in sparklines(Run(options.run), console.width):
+        console.print(line, soft_wrap=True)
     if about["status"] in ("unfinished", "interrupted") or (
         about["status"] == "failed" and about["metric"] is None
     ):
@@ -146,7 +153,7 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
-    found = flat(summary["metrics"] or latest_metrics(run))
+    found = flat(summary["metrics"] or latest_metrics(Run(run)))
     wanted = [name for first in FIRST for name in found if name.split("/")[0] == first]
     shown = list(found) if everything or not wanted else wanted
     for name in shown:
@@ -156,15 +163,26 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
     return table
 
 
-def latest_metrics(run: Path) -> dict[str, Any]:
-    """The newest value of each metric of a run that has not come to its end; empty where nothing was written."""
-    path = run / "metrics.jsonl"
-    found: dict[str, Any] = {}
-    for row in whole_rows(path.read_bytes()) if path.is_file() else ():
-        found |= {key: value for key, value in row.items() if value is not None}
-    if "iteration" in found:
-        found["iterations"] = found.pop("iteration")
-    return found
+def sparklines(run: Run, width: int) -> Iterator[Text]:
+    """A line for each of `DRAWN` that the rows have, over the same range: the mean of each stretch, and both ends."""
+    rows = run.rows()
+    places = points(rows, run.x, run.x)[0]
+    columns = min(len(places), 60, width - 40)
+    for name in DRAWN if columns > 1 else ():
+        xs, ys = points(rows, run.x, name)
+        if not ys:
+            continue
+        low, high = min(0.0, *ys), max(ys) if name not in SHARES else 1.0
+        stretches: list[list[float]] = [[] for _ in range(columns)]
+        for x, y in zip(xs, ys, strict=True):
+            part = (x - places[0]) / (places[-1] - places[0])
+            stretches[min(columns - 1, int(part * columns))].append((y - low) / ((high - low) or 1.0))
+        line, block = "", " "
+        for stretch in stretches:  # one without a point is as the one before
+            block = "▁▂▃▄▅▆▇█"[min(7, int(8 * fmean(stretch)))] if stretch else block
+            line += block
+        ends = f"  {readable(ys[0])} → {readable(ys[-1])}"
+        yield Text(f"{name:<17}").append(line, style="cyan").append(ends)
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from shoal.cli.command import Command, flags_of_field
 from shoal.cli.grammar import Progress, count_of, print_json, refuse_below, show_warnings, tracking
-from shoal.cli.output import harmless, program
+from shoal.cli.output import harmless, next_steps, program
 from shoal.cli.runs import resume_command
 from shoal.cli.skills import DEFAULT, table
 from shoal.core.configuration import from_mapping, read_settings, to_mapping
@@ -292,8 +292,8 @@ def _conclude(
             print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
             f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s "
-            f"({metrics['training_seconds']:.1f} s of all trainings, {summary['seconds']:.1f} s with the evaluation); "
-            f"see {options.graph_path}"
+            f"({metrics['training_seconds']:.1f} s of all trainings, {summary['seconds']:.1f} s with the evaluation)\n"
+            f"{next_steps(options.graph_path, {})}"
         )
     if stopped:
         print(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import counted, new_folder, newest_folder, print_json, refuse_below, refuse_idle
-from shoal.cli.output import harmless
+from shoal.cli.output import harmless, next_steps
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
 from shoal.core.files import read_json, write_text
@@ -132,6 +132,7 @@ def split(options: SplitOptions) -> None:
         print_json(summary)
     if options.html and counts["samples"]:
         _write_page(place, prepared[0].plan.template.tokenizer)
+    print(next_steps(place, {}))
 
 
 COMMAND = Command(SplitOptions, split, MORE, WANTED)

@@ -27,7 +27,7 @@ from shoal.cli.grammar import (
     table,
     tracking,
 )
-from shoal.cli.output import program
+from shoal.cli.output import next_steps, program
 from shoal.cli.runs import how_to_go_on
 from shoal.core.run_folder import read_summary
 
@@ -290,11 +290,13 @@ def _say_results(run: Path, config: AgentConfig) -> None:
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",
-        f"look at an episode:  {program()} show {shlex.quote(str(run))}",
     ]
+    steps = {"look at an episode": f"{program()} show {shlex.quote(str(run))}"}
     if next_step:
-        step = next_step.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
-        lines.append(f"try next:            {step}")
+        command, _, why = next_step.partition(" # ")
+        command = command.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
+        steps[f"try next ({why.strip()})" if why else "try next"] = command
+    lines.append(next_steps(run, steps))
     advice = summary.get("advice", [])
     if advice:
         lines.append("")

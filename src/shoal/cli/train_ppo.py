@@ -23,6 +23,7 @@ from shoal.cli.grammar import (
     show_warnings,
     tracking,
 )
+from shoal.cli.output import next_steps
 from shoal.cli.runs import how_to_go_on, resume_command
 from shoal.core.run_folder import refuse_foreign
 from shoal.train.ppo.compiled.network import when_compiling
@@ -222,7 +223,7 @@ def _say_results(run: PPORun) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  {resume_command(run.path, 'train-ppo')} {further}",
+        next_steps(run.path, {"go on with": f"{resume_command(run.path, 'train-ppo')} {further}"}),
     ]
     print("\n".join(lines), flush=True)
 

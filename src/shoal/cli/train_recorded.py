@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import (
-    SettingsOptions,
-    print_json,
-    refuse_device,
-    refuse_twice,
-    run_folder,
-)
-from shoal.cli.output import program
+from shoal.cli.grammar import SettingsOptions, print_json, refuse_device, refuse_twice, run_folder
+from shoal.cli.output import program, to_type
 from shoal.core.configuration import as_commented_yaml
 
 MORE = """\
@@ -63,7 +57,7 @@ def train_recorded(options: RecordedOptions) -> int:
     try:
         summary = train(config, place, on_event=events, say=partial(print, flush=True))
     except KeyboardInterrupt:
-        print(f"\ninterrupted; go on with: {_resuming(options, place)}")
+        print(f"\ninterrupted; go on with:\n{to_type(_resuming(options, place))}")
         return 130
     if options.json:
         print_json(summary)

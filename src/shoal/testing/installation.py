@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from shoal.core.errors import PACKAGES, ConfigError, MissingExtraError, pip_line
 from shoal.core.executors import available_cpus, ray_address
 
-Status = Literal["ok", "missing", "warning", "failed"]
+Status = Literal["ok", "optional", "warning", "failed"]
 SMALL_SHM = 256 * 2**20
 
 
@@ -26,7 +26,7 @@ SMALL_SHM = 256 * 2**20
 class Finding:
     """One thing that was looked at."""
 
-    status: Status  # missing: an optional part; warning: it works, with less
+    status: Status  # optional: a part that is not here; warning: it works, with less
     found: str
     advice: str = ""
     name: str = ""
@@ -51,7 +51,7 @@ def examine() -> Iterator[Finding]:
         if unfit := _unfit(extra):
             found = Finding("failed", "; ".join(unfit), pip_line(extra))
         elif missing:
-            found = Finding("missing", f"without {missing}", pip_line(extra))
+            found = Finding("optional", f"without {missing}", pip_line(extra))
         yield replace(found, name=f"[{extra}]")
 
 
@@ -130,7 +130,7 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
 
 def _gpu() -> Finding:
     if not _has("torch"):
-        return Finding("missing", "torch is not installed", pip_line("train"))
+        return Finding("optional", "torch is not installed", pip_line("train"))
     import torch
 
     if torch.cuda.is_available():
@@ -142,12 +142,12 @@ def _gpu() -> Finding:
     advice = (
         "there is a driver: install a torch built for CUDA" if seen else "the tiny model and PPO need none"
     )
-    return Finding("warning" if seen else "missing", f"none that torch {torch.__version__} can use", advice)
+    return Finding("warning" if seen else "optional", f"none that torch {torch.__version__} can use", advice)
 
 
 def _ray() -> Finding:
     if not _has("ray"):
-        return Finding("missing", "not installed", f"for several machines: {pip_line('parallel')}")
+        return Finding("optional", "not installed", f"for several machines: {pip_line('parallel')}")
     try:
         address = ray_address()
     except ConfigError as error:
@@ -159,7 +159,7 @@ def _ray() -> Finding:
 def _update() -> Finding:
     """Two updates of a tiny model and the same once more, on the GPU if there is one."""
     if not _has("torch"):
-        return Finding("missing", "torch is not installed", pip_line("train"))
+        return Finding("optional", "torch is not installed", pip_line("train"))
     import torch
 
     from shoal.testing.determinism import updated_twice

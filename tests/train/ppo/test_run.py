@@ -386,7 +386,7 @@ def test_the_command_that_a_run_prints_at_its_end_goes_on_with_it(tmp_path, caps
     kept = str(tmp_path / "kept" if own_folder else tmp_path / "run")
     capsys.readouterr()
     assert main(["train-ppo", "--resume-from", kept]) == 0  # which is at its end
-    command = capsys.readouterr().out.split("go on with")[1].split()
+    command = capsys.readouterr().out.split("go on with:")[1].split()
     assert command[:4] == ["shoal", "train-ppo", "--resume-from", kept]
     assert main(command[1:]) == 0
     more = read_json(tmp_path / "run" / "summary.json")["metrics"]
