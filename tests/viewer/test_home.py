@@ -19,6 +19,7 @@ from tests.viewer.test_server import make_run, tables_of
 
 from shoal.cli.main import main
 from shoal.core.data import write_trajectories
+from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer import server
 from shoal.viewer.curves import meaning, table
@@ -354,11 +355,25 @@ def test_the_address_of_a_run_is_its_name_so_that_it_lasts(tmp_path, opened):
     again = opened(make_run(tmp_path / "sweep" / "late"))
     assert [Site([late]).place(late), Site([early, late]).place(late)] == ["run/late", "run/late"]
     site = Site([early, late, again])
-    assert [site.place(run) for run in site.runs] == ["run/early-one", "run/late", "run/late.2"]
-    assert [site.run(name) for name in ("early-one", "late", "late.2", "2")] == [early, late, again, again]
-    second = opened(make_run(tmp_path / "sweep" / "late.2"))
+    assert [site.place(run) for run in site.runs] == ["run/early-one", "run/runs.late", "run/sweep.late"]
+    names = ("early-one", "runs.late", "sweep.late", "2")
+    assert [site.run(name) for name in names] == [early, late, again, again]
+    # whatever order they are found in
+    assert [Site([again, late]).place(run) for run in (late, again)] == ["run/runs.late", "run/sweep.late"]
+    second = opened(make_run(tmp_path / "sweep" / "runs.late"))
     site = Site([late, again, second])
     assert [site.run(site.name(run)) for run in site.runs] == [late, again, second]
+
+
+def test_the_address_of_a_run_never_leads_to_another_of_the_same_name(tmp_path, opened):
+    first, found = opened(make_run(tmp_path / "b" / "late")), [tmp_path / "b" / "late"]
+    site = Site([first], find=lambda: found)
+    assert site.place(first) == "run/late"
+    found.append(make_run(tmp_path / "a" / "late"))
+    site.look()
+    assert [site.place(run) for run in site.runs] == ["run/late", "run/a.late"]  # an open page goes on
+    with pytest.raises(DataError, match="several runs are called late: a.late, b.late"):
+        Site(list(map(opened, sorted(found)))).run("late")
 
 
 # --- contrast

@@ -13,6 +13,7 @@ import shlex
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
 from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
-from shoal.viewer.runs import FILMS, PICTURES, Run, points
+from shoal.viewer.runs import FILMS, PICTURES, Run, linked, points
 
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
@@ -102,6 +103,9 @@ class Site:
     def run(self, name: str) -> Run:
         """The run of that name in links, or else of that number."""
         found = [run for run in self.known if self.name(run) == name]
+        twins = [self.name(run) for run in self.known if run.word == name]
+        if not found and twins:  # an address of the time when it was the only one of that name
+            raise DataError(f"several runs are called {name}: {', '.join(twins)}")
         if not found and name.isdecimal() and len(name) < 7:
             found = self.known[int(name) :]
         if not found:
@@ -111,10 +115,19 @@ class Site:
         return found[0]
 
     def name(self, run: Run) -> str:
-        """What links call a run: its own name, so that they last; of several of one name the later have a number."""
+        """What links call a run: its own name, so that they last, of several of one name behind that of their folder.
+
+        What a run is called does not change while it is known, so that open pages go on.
+        """
         with self._lock:
+            words = Counter(one.word for one in self.known)
             for one in self.known[len(self._names) :]:
-                names = (f"{one.word}.{n}" if n > 1 else one.word for n in itertools.count(1))
+                name = (
+                    one.word
+                    if words[one.word] == 1
+                    else f"{linked(one.path.resolve().parent.name)}.{one.word}"
+                )
+                names = (f"{name}.{n}" if n > 1 else name for n in itertools.count(1))
                 self._names.append(next(name for name in names if name not in self._names))
         return self._names[self.known.index(run)]
 

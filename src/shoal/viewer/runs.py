@@ -48,7 +48,7 @@ class Run:
                 f"{self.path} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
             )
         self.name = self.path.resolve().name
-        self.word = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name)  # of its name, as a part of an address
+        self.word = linked(self.name)
         self.index = EpisodeIndex(self.path)
         self.spell: Callable[[Sequence[int]], list[str]] | None = None
         """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
@@ -224,6 +224,11 @@ class Run:
     def _batch(self) -> dict[str, Any]:
         folder = self.batch_folder
         return {} if folder is None else self._cached(f"{folder}/batch.json", _object, {})
+
+
+def linked(name: str) -> str:
+    """A name as a part of an address."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:
