@@ -249,7 +249,7 @@ def test_an_episode_ends_with_why_it_ended_and_what_was_seen_then(run):
 
 
 def test_a_page_of_an_episode_grows_as_its_record_does(run):
-    """Turns that each go on from the one before have prompts of 30, 60, 90 … tokens: half of 60 of them is a quarter."""
+    """Turns that each go on from the one before have prompts of 27, 57, 87 … tokens: of twice as many four times."""
     engine = run.path / "checkpoints" / "step-000001" / "engine"
     shutil.copytree(FIXTURES / "agent/checkpoints/step-000002/engine", engine)
     sizes = []

@@ -1,6 +1,7 @@
 """The list of runs, runs compared, the page of a run, and addresses that last."""
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -60,6 +61,24 @@ def test_a_running_run_says_how_far_it_is_what_is_left_and_when_its_last_row_cam
         assert "<dt>progress</dt><dd>iteration 5 of 40</dd>" in page(run)
         assert line["took"] == "53.0 s"  # up to its last row
     assert "of 40" not in page_for(Site([run]), "", {}).body
+
+
+def test_a_run_that_was_stopped_says_how_far_it_is_and_the_command_that_goes_on_with_it(
+    tmp_path, opened, capsys
+):
+    run = opened(make_run(tmp_path / "a run"))
+    (run.path / "config.yaml").write_text("seed: 7\ntrainer: {iterations: 40}\n")
+    rows = [{"iteration": k, "success": 0.1, "seconds": 3.0 * k} for k in range(6)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.path / "summary.json").unlink()
+    assert "resume=true" not in page(run)  # there is nothing that it could go on from
+    (run.path / "checkpoints" / "step-000005").mkdir(parents=True)
+    [line] = lines_of(page_for(Site([run]), "", {}).body)
+    assert line["state"] == "unfinishediteration 5 of 40"
+    assert "<dt>progress</dt><dd>iteration 5 of 40</dd>" in page(run)
+    told = html.unescape(re.search('data-copy=["]([^"]*resume=true)', page(run))[1])
+    assert main(["show", str(run.path)]) == 0
+    assert told in capsys.readouterr().out  # the terminal says it in the same words
 
 
 @pytest.mark.parametrize(

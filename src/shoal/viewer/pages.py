@@ -21,18 +21,19 @@ from typing import Any
 from urllib.parse import urlencode
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import is_number
+from shoal.core.run_folder import command_of, is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
 from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
-from shoal.viewer.runs import FILMS, PICTURES, Run, linked, points
+from shoal.viewer.runs import FILMS, PICTURES, Run, has_checkpoint, linked, points, resume_words
 
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
 NEWEST = 10
 """Files of episodes that a run's page lists unfolded."""
 MOST_DIFFERENCES = 100
+STOPPED = ("unfinished", "interrupted", "failed")
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
 
@@ -257,8 +258,8 @@ def _cells(site: Site, run: Run) -> list[Html]:
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
     result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
-    told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run).items()]
-    ahead = tag("small", ", ".join(told)) if status == "running" else None
+    told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run, status).items()]
+    ahead = tag("small", ", ".join(told)) if told else None
     can_be_ticked = site.only is None and run.kind in PANELS
     shown = [
         (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
@@ -286,15 +287,25 @@ def _counted_result(run: Run) -> str:
     return f"{done} of {counted(len(skills), 'skill')}" if skills else NONE
 
 
-def _ahead(run: Run) -> dict[str, str]:
-    """How far a running run is, what is left, and when its last row came."""
+def _ahead(run: Run, status: str) -> dict[str, str]:
+    """How far a run is that is not at its end; of one that runs what is left, and when its last row came."""
     told = {}
-    if progress := run.progress():
+    if status != "completed" and (progress := run.progress()):
         done, total, left = progress
         told["progress"] = f"{run.x} {number(done)} of {number(total)}"
-        told |= {"time left": f"about {duration(left)} left"} if left is not None else {}
-    row = run.written("metrics.jsonl")
+        if status == "running" and left is not None:
+            told["time left"] = f"about {duration(left)} left"
+    row = run.written("metrics.jsonl") if status == "running" else None
     return told | ({"last row": f"at {clock(row, '%H:%M:%S')}"} if row else {})
+
+
+def _resumed(run: Run, status: str) -> Html | None:
+    """The command that goes on with a run that was stopped, where there is something to go on from."""
+    made_by = command_of(run.path)
+    words = resume_words(run.path, made_by)
+    if words is None or status not in STOPPED or not has_checkpoint(run.path, made_by):
+        return None
+    return tag("section", tag("p", "It goes on from its last checkpoint with"), command(["shoal", *words]))
 
 
 def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:
@@ -327,21 +338,22 @@ def overview(site: Site, run: Run) -> Page:
     from shoal.viewer.skill_pages import skills_section
     from shoal.viewer.split_pages import samples_section
 
-    rows, summary, config = run.rows(), run.summary(), run.config()
+    rows, summary, config, status = run.rows(), run.summary(), run.config(), run.status()
     versions = summary.get("versions")
     told = {
         "kind": run.kind,
         "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
-        **(_ahead(run) if run.status() == "running" else {}),
+        **_ahead(run, status),
         "rows": len(rows) or None,
         "whole run": duration(run.seconds()) if run.seconds() is not None else None,
         "written": clock(run.written()),
         "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
     }
     parts = [
-        tag("header", tag("h1", run.name, " ", state(run.status())), facts(told)),
+        tag("header", tag("h1", run.name, " ", state(status)), facts(told)),
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
+        _resumed(run, status),
         advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
     ]
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)

@@ -312,6 +312,39 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
+def resume_words(run: Path, command: str) -> list[str] | None:
+    """What `shoal` is called with to go on with a run; its settings are those in its folder. None: nothing can.
+
+    Args:
+        run: its folder.
+        command: that made it.
+    """
+    place = str(run)
+    words = {
+        "skills train": ["skills", "train", "--resume", "--out", place],
+        "train-ppo": ["train-ppo", "--resume-from", str(_checkpoint_dir(run) or run)],
+        "train": ["train", "--config-name", "NAME", f"run_dir={place}", "resume=true"],
+        "skills-training": ["skills", "train", "--resume", "--out", "GRAPH"],
+    }
+    if (run / "config.yaml").is_file():  # which training on recordings does not write
+        words["train"][1:3] = ["--config-dir", place, "--config-name", "config"]
+    if (run / "shards").is_dir():
+        words["split"] = ["split", "ROOT", "--shard-size", "N", "--resume", "--out", place]
+    return words.get(command)
+
+
+def has_checkpoint(run: Path, command: str) -> bool:
+    """Whether there is something that a run can go on from, in its folder or in one of its `--checkpoint-dir`."""
+    folder = _checkpoint_dir(run) or run / "checkpoints"
+    return any(folder.glob("step_*" if command == "train-ppo" else "*"))
+
+
+def _checkpoint_dir(run: Path) -> Path | None:
+    """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
+    elsewhere = Run(run).config().get("checkpoint_dir")
+    return Path(elsewhere) if isinstance(elsewhere, str) else None
+
+
 RESULTS = (
     "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
     "skills_completed", "heldout_reward", "reward_mean",
