@@ -309,6 +309,18 @@ def test_smoothing_is_a_moving_average_without_bias(browser, page):
     choose(browser, "smooth", "0")
 
 
+def test_what_is_measured_seldom_is_not_smoothed_towards_what_was_measured_long_ago(browser, page, run):
+    choose(browser, "smooth", "0.5")
+    with (run / "metrics.jsonl").open("a") as file:
+        for k in range(5, 26):
+            seldom = {"heldout_success": 1.0} if k == 25 else {}
+            file.write(json.dumps({"iteration": k, "success": 1.0, **seldom}) + "\n")
+    heldout = f"{CHART}.querySelectorAll('.s1 polyline')[1].getAttribute('points').split(' ')"
+    browser.until(f"{heldout}.length === 6")
+    assert browser.run(f"{heldout}.at(-1)") == "408,10"
+    choose(browser, "smooth", "0")
+
+
 def test_the_x_axis_can_be_tokens_or_time_and_a_curve_can_be_hidden_while_the_page_follows(
     browser, page, run
 ):
@@ -432,6 +444,17 @@ def test_on_a_phone_the_result_and_the_curve_of_a_run_are_seen(browser, tmp_path
             " const b = e.getBoundingClientRect(); return b.width > 10 && b.left >= 0 && b.right <= 390; })"
         )
         assert browser.run(inside)
+        # nothing is cut, however long an advice is
+        browser.size(1400)
+        browser.run(
+            "document.querySelector('[data-name=advice]').textContent = 'The held-out episodes lag behind those of the "
+            "training, and the updates are far too large', true"
+        )
+        wide = (
+            "(() => { const e = document.querySelector('.wide'); return e.scrollWidth <= e.clientWidth; })()"
+        )
+        assert browser.run(wide)
+        browser.size(390)
         small = (
             "[...document.querySelectorAll('a, button, input')].filter(e => e.checkVisibility() && "
             "e.getBoundingClientRect().height < 23.5).map(e => e.outerHTML)"

@@ -67,16 +67,17 @@ function powers(low, high) {
   return [found.findLast(({ at }) => at <= low), found.find(({ at }) => at >= high)]; // the two around
 }
 
-// The points of a line; `smooth` is their exponential moving average, without bias at its beginning.
+// The points of a line; `smooth` is their exponential moving average, without bias at its beginning. What lies rows ago
+// counts as little in a sparse curve as in a dense one.
 function pointsOf(view, { table, name }) {
   const { axes, curves, links } = view.tables[table];
   const curve = curves[name] ?? { i: [] };
   const kept = links?.[name.startsWith("heldout") ? "heldout" : "train"] ?? {};
-  let [sum, weight] = [0, 0];
+  let [sum, weight, before] = [0, 0, curve.i[0] - 1];
   return curve.i.map((row, k) => {
     const y = curve.y[k];
-    sum = view.smooth * sum + (1 - view.smooth) * y;
-    weight = view.smooth * weight + (1 - view.smooth);
+    const left = view.smooth ** (row - before);
+    [sum, weight, before] = [left * sum + (1 - left) * y, left * weight + (1 - left), row];
     return { x: axes[view.axis]?.[row] ?? NaN, y, smooth: sum / weight, low: curve.low?.[k] ?? y, high: curve.high?.[k] ?? y, link: kept[row] };
   }).filter((p) => Number.isFinite(p.x) && (!view.zoom || (p.x >= view.zoom[0] && p.x <= view.zoom[1])));
 }

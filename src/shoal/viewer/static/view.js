@@ -165,6 +165,12 @@ function lost(text) {
   wait = text ? Math.min(wait * 2, 30000) : 1500;
 }
 
+// What a fold is called: its title without the numbers in it, and where it stands.
+function called(fold) {
+  const title = fold.querySelector("summary").textContent.replace(/[\d.,]+|s\b/g, "");
+  return [fold.closest("figure")?.dataset.title, fold.closest("article")?.id, title].join(" ");
+}
+
 async function follow() {
   const main = document.getElementById("main");
   if (document.visibilityState === "visible" && !document.querySelector("dialog[open]")) {
@@ -175,13 +181,13 @@ async function follow() {
       if (text && !pressed && !main.querySelector("form.changed, form :focus")) {
         const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
-        const open = [...main.querySelectorAll("details")].map((one) => one.open);
+        const open = new Map();
+        for (const one of main.querySelectorAll("details")) open.set(called(one), [...(open.get(called(one)) ?? []), one.open]);
         const at = [...main.querySelectorAll("tr")].findIndex((line) => line.classList.contains("at"));
         const focus = [...main.querySelectorAll(CONTROLS)].indexOf(document.activeElement);
         main.replaceChildren(...next.childNodes);
         main.dataset.version = next.dataset.version;
-        const folds = [...main.querySelectorAll("details")];
-        if (folds.length === open.length) folds.forEach((one, k) => { one.open = open[k]; });
+        for (const one of main.querySelectorAll("details")) one.open = open.get(called(one))?.shift() ?? one.open;
         if (at >= 0) main.querySelectorAll("tr")[at]?.classList.add("at");
         main.dispatchEvent(new CustomEvent("followed", { bubbles: true }));
         if (focus >= 0) main.querySelectorAll(CONTROLS)[focus]?.focus({ preventScroll: true });
