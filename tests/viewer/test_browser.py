@@ -136,7 +136,7 @@ def test_points_arrive_while_a_run_goes_on(browser, tmp_path):
                 '{"iteration": 5, "success": 1.0, "policy_loss": 2, "learning_rate": 2, "tokens": 19}\n'
             )
             file.flush()
-            browser.until("document.body.textContent.includes('Update: 3 further metrics')")
+            browser.until("document.body.textContent.includes('Update: 2 further metrics')")
         assert browser.run("window.same") == 1  # the page was not loaded anew
         assert browser.run(opened) == "Update"  # though it has more in it, and there are more folds
         with (run / "trajectories" / "train-000001.jsonl").open("ab") as file:

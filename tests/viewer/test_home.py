@@ -39,7 +39,7 @@ def page(run, path="", **query):
 
 def lines_of(home):
     """The cells of each line of the list of runs, by the name of their column."""
-    lines = re.findall(r"<tr>(.*?)</tr>", home.partition("<tbody>")[2])
+    lines = re.findall(r"<tr[^>]*>(.*?)</tr>", home.partition("<tbody>")[2])
     text = lambda cell: re.sub(r"<[^>]+>", "", cell)  # noqa: E731
     return [
         {name: text(cell) for name, cell in re.findall(r'data-name="(\w+)">(.*?)</td>', line)}
@@ -157,7 +157,10 @@ def test_settings_that_differ_come_before_those_that_only_some_runs_have(tmp_pat
     (runs[-1].path / "config.yaml").unlink()
     settings = compare(Site(runs), {}).body.partition("Settings that differ")[2]
     first, _, folded = settings.partition("<details")
-    assert "<td>zeta.iterations</td><td>40</td><td>39</td><td>38</td></tr>" in first
+    assert (
+        '<td>zeta.iterations</td><td class="n">40</td><td class="n">39</td><td class="n">38</td></tr>'
+        in first
+    )
     assert first.count("<tr><td>") == 1
     assert "No settings are known of bare." in first
     assert "120 settings that only some of the runs have" in folded
@@ -296,8 +299,8 @@ def test_a_failed_skill_tells_the_steps_it_used_and_shows_its_curve(failed):
 def test_the_success_of_a_skill_and_that_of_the_chain_are_named_apart(opened):
     body = page(opened(FIXTURES / "skills"))
     assert "<dt>whole chain, on unseen worlds</dt><dd>56.2%</dd>" in body
-    assert "<th>own test</th><th>on the chain</th>" in body
-    assert "<td>90.6%</td><td>56.2%</td>" in body
+    assert '<th class="n">own test</th><th class="n">on the chain</th>' in body
+    assert '<td class="n">90.6%</td><td class="n">56.2%</td>' in body
     assert "completed, own test 90.6%" in body
     assert "<dt>training in all</dt><dd>2.3 s</dd>" in body  # from 213.582 to 215.906
     assert "<td>frames</td>" in body  # the summary says 40,448 too

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import re
 import shlex
 import statistics
 import threading
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+
+import msgspec
 
 from shoal.core.errors import DataError
 from shoal.core.run_folder import command_of, is_number
@@ -33,6 +36,8 @@ EMBEDDED = 4 * 2**20
 NEWEST = 10
 """Files of episodes that a run's page lists unfolded."""
 MOST_DIFFERENCES = 100
+LAST = 500
+"""Rows from which the list of runs takes the last value of each metric."""
 STOPPED = ("unfinished", "interrupted", "failed")
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
@@ -204,16 +209,25 @@ def _value(value: Any) -> Any:
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
-    """A table; the cells of numbers stand on the right."""
-    first = rows[0] if rows else head
-    names = tag("tr", [tag("th", name, class_=_side(cell)) for name, cell in zip(head, first, strict=True)])
-    lines = [tag("tr", [tag("td", _value(cell), class_=_side(cell)) for cell in row]) for row in rows]
+    """A table; columns of numbers stand on the right, a zero is grey."""
+    sides = [_side(cells) for cells in zip(*rows, strict=True)] or [None] * len(head)
+    names = tag("tr", [tag("th", name, class_=side) for name, side in zip(head, sides, strict=True)])
+    lines = [tag("tr", [_cell(cell, side) for cell, side in zip(row, sides, strict=True)]) for row in rows]
     made = tag("table", tag("thead", names), tag("tbody", lines), class_=class_ or None)
     return wide(made, class_ or ", ".join(head))
 
 
-def _side(cell: Any) -> str | None:
-    return "n" if isinstance(cell, int | float) else None
+def _side(cells: Sequence[Any]) -> str | None:
+    texts = [re.sub("<[^>]*>", "", str(_value(cell))) for cell in cells]
+    return "n" if all(text == NONE or _NUMBER.fullmatch(text) for text in texts) else None
+
+
+def _cell(cell: Any, side: str | None) -> Html:
+    shown = _value(cell)
+    return tag("td", shown, class_="n zero" if side and shown in ("0", "0.0%") else side)
+
+
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?")
 
 
 def command(words: Sequence[str]) -> Html:
@@ -229,23 +243,56 @@ def home(site: Site) -> Page:
     if not runs:
         empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
         return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
-    head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
-    rows = [tag("tr", _cells(site, run)) for run in runs]
+    head = [tag("th", tag("button", name, type="button", data_sort=name)) for name in COLUMNS]
+    shared, known = _known(runs)
+    rows = [tag("tr", _cells(site, run), data_known=_json(own)) for run, own in zip(runs, known, strict=True)]
     kinds = [run.kind for run in runs if run.kind in PANELS]
     can_compare = len(kinds) > len(set(kinds))
+    names = sorted({name for one in (*shared.values(), *known) for name in one})
     tools = tag(
         "div",
-        tag("input", type="search", id="find", placeholder="search runs", aria_label="search runs"),
+        tag("input", type="search", id="find", placeholder=_FIND, title=_FOUND, aria_label="search runs"),
+        tag(
+            "label", "add a column ", tag("input", id="column", list="names", placeholder="setting or metric")
+        ),
+        tag("label", "group by ", tag("input", id="group", list="names", type="search")),
+        tag("datalist", [tag("option", value=name) for name in names], id="names"),
         can_compare and anchor(site, "Compare", "compare", class_="button"),
         can_compare and site.only is None and tag("small", "those that are ticked, or all"),
         class_="tools",
     )
-    listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
+    listed = tag(
+        "table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs", data_shared=_json(shared)
+    )
     body = tag("section", tag("h1", "Runs"), tools, wide(listed, "runs"))
     return Page("Runs", body, (("runs", None),))
 
 
 COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
+
+
+_FIND, _FOUND = (
+    "words, or lr>0.001",
+    "words of a line, or conditions on a setting, a metric or a column: adv_estimator=gigpo",
+)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _known(runs: Sequence[Run]) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
+    """What runs can be listed by: the settings that all of a kind share, and of each its others and its metrics."""
+    settings = [flattened(run.config()) for run in runs]
+    shared: dict[str, dict[str, str]] = {}
+    for run, own in zip(runs, settings, strict=True):
+        shared[run.kind] = dict(shared.get(run.kind, own).items() & own.items())
+    known: list[dict[str, Any]] = []
+    for run, own in zip(runs, settings, strict=True):
+        known.append(dict(sorted(own.items() - shared[run.kind].items())))
+        for row in run.rows()[-LAST:]:
+            known[-1] |= {name: value for name, value in row.items() if is_number(value)}
+    return shared, known
 
 
 def _cells(site: Site, run: Run) -> list[Html]:

@@ -48,7 +48,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SCRIPTS = ("view.js", "curves.js", "episodes.js")
+SCRIPTS = ("view.js", "runs.js", "curves.js", "episodes.js")
 STATIC = {
     "static/view.css": "text/css; charset=utf-8",
     **{f"static/{name}": "text/javascript; charset=utf-8" for name in SCRIPTS},
