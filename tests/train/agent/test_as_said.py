@@ -15,12 +15,13 @@ from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json
 from shoal.train.agent.algorithms.losses import LOSSES, PolicyLoss, policy_loss
-from shoal.train.agent.config import Lora, compose_config
+from shoal.train.agent.config import Algorithm, KLPenalty, Lora, compose_config
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.lora import add_lora
 from shoal.train.agent.policies.policy import weights_sha256
 from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.update import kl_coef
 
 FILTERED = "algorithm.filter_groups={enable: true, scale_by_share: true}"
 BANDIT = [
@@ -210,10 +211,17 @@ def test_with_a_target_a_penalty_grows_with_the_square_of_the_kl(tmp_path, place
 
     one_step = "algorithm.minibatch_size=null"  # so that the row tells the KL of what was played
     held, weights = trained("held", "algorithm.kl.target=0.01", one_step)
-    wanted = [0.4 * min(4, row["kl_to_reference"] / 0.01) ** 2 for row in held]
+    wanted = [0.4 * (row["kl_to_reference"] / 0.01) ** 2 for row in held]
     assert [row["kl_coef"] for row in held] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
     assert held[0]["kl_coef"] < 1e-6
     assert max(row["kl_coef"] for row in held) > 0.4
     constant, others = trained("constant", one_step)
     assert [row["kl_coef"] for row in constant] == [0.4] * 6
     assert weights != others
+
+
+def test_a_rare_token_alone_does_not_make_a_penalty_immense():
+    algorithm = Algorithm(kl=KLPenalty(coef=0.3, target=0.5))
+    sampled, reference = [np.float32([-9, -1]), np.float32([-1])], [np.float32([-1, -1]), np.float32([-1])]
+    assert kl_coef(algorithm, sampled, reference) == pytest.approx(0.3 * (10 / 3 / 0.5) ** 2)  # not 2972 nats
+    assert kl_coef(Algorithm(kl=KLPenalty(coef=0.3)), sampled, reference) == 0.3

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from tests.rollout.doubles import FakeServer
+from tests.rollout.tools.test_example import SMALL, rows, vault  # noqa: F401 (a fixture)
 from tests.train.agent.lag_env import Words
+from tests.train.agent.run.test_rewards import rewards
 from tests.train.agent.test_trainer import CLOCKS, KILLED, WORKERS
 
 from shoal.core.data import read_trajectories
@@ -165,6 +168,41 @@ def test_processes_that_are_killed_cost_time_alone(simulation, which, tmp_path):
                 killed += 1
         assert killed >= 9
         assert weights_sha256(trainer.policy.module) == weights
+
+
+def test_a_judge_is_asked_once_an_episode_and_says_the_same_on_any_hosts(tmp_path):
+    with FakeServer("openai") as server:
+        server.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
+
+        def judged(name, lag, *more):
+            asked = len(server.seen)
+            config = settings(tmp_path / name, "trainer.iterations=6", f"trainer.lag={lag}", *more)
+            with AgentTrainer(config, rewards=rewards(server)) as trainer:
+                found = without_clocks(list(trainer.train()))
+                return found, weights_sha256(trainer.policy.module), len(server.seen) - asked
+
+        one = judged("one", 2, "agent_proxy.parallel_n_jobs=1")
+        three = judged("three", 2, "agent_proxy.parallel_n_jobs=3", "engine.copy=process")
+        assert three == one
+        assert len({row["score/judge"] for row in one[0][1:]}) > 3
+        assert judged("at once", 0)[1] != one[1]
+
+
+@pytest.mark.slow
+def test_tools_are_called_under_a_lag_the_same_on_any_hosts(vault, tmp_path):  # noqa: F811
+    functions = 'agent_proxy.tools=["vault:search", "vault:multiply"]'
+    hosts = "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"
+    lagged = (*SMALL, functions, *hosts, "trainer.iterations=4", "trainer.lag=1")
+    one = rows(vault(*lagged, f"run_dir={tmp_path}/one", "agent_proxy.parallel_n_jobs=1"))
+    more = rows(vault(*lagged, f"run_dir={tmp_path}/more", "agent_proxy.parallel_n_jobs=3"))
+    assert [{k: v for k, v in row.items() if k != "overlap"} for row in more] == [
+        {k: v for k, v in row.items() if k != "overlap"} for row in one
+    ]
+    uses = [
+        sorted((tmp_path / name / "tool_uses.jsonl").read_text().splitlines()) for name in ("one", "more")
+    ]
+    assert uses[0] == uses[1]
+    assert any("multiply" in use for use in uses[0])
 
 
 def test_a_run_that_stops_early_leaves_nothing_that_plays_on(tmp_path):

@@ -126,9 +126,9 @@ class KLPenalty:
     anchor: Literal["warmup", "start"] = "warmup"
     """The reference: the weights after the warm-up (the supervised model of the papers), or those before it."""
     target: float | None = None
-    """Nats a token that the policy shall be away from the reference: an iteration's coefficient is `coef` times the square
-    of the KL of its answers over this (16 times at most). Little holds the policy near the reference, much far from it;
-    null: `coef` everywhere."""
+    """Nats a token that the policy shall be away from the reference: an iteration's coefficient is `coef` times the
+    square of the KL of its answers over this (a token counts 10 nats at most). Little holds the policy near the
+    reference, much far from it; null: `coef` everywhere."""
 
     def __post_init__(self) -> None:
         check_ranges(self, coef="[0, inf)", target="(0, inf)")

@@ -39,8 +39,8 @@ from shoal.train.agent.optimizer import MasterAdamW, shorten
 from shoal.train.agent.policies.policy import Critic, Policy, autocast, score, training_mode
 from shoal.train.agent.processes.distributed import ALONE, Processes
 
-FARTHEST = 4.0
-"""Times `kl.target` beyond which a KL counts as that: few tokens with a rare sample make it large."""
+MOST = 10.0
+"""Nats that a token counts at most in the KL that is compared with `kl.target`: a rare one can have hundreds."""
 
 
 @dataclass
@@ -141,9 +141,7 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         columns["reference_logprobs"] = held = _ask(learner.reference, samples, learner)
         if algorithm.kl.place == "reward":
             coef, pairs = kl_coef(algorithm, sampled, held), zip(columns["old_logprobs"], held, strict=True)
-            penalties = by_turn(
-                trajectories, [coef * _kl(*pair, algorithm.kl.estimator) for pair in pairs]
-            )
+            penalties = by_turn(trajectories, [coef * _kl(*pair, algorithm.kl.estimator) for pair in pairs])
     if learner.critic is not None:
         columns["values"] = values = _ask(learner.critic, samples, learner)
         of_turns = by_turn(trajectories, values)
@@ -185,8 +183,8 @@ def kl_coef(algorithm: Algorithm, sampled: Sequence[Floats], reference: Sequence
     """
     if algorithm.kl.target is None:
         return algorithm.kl.coef
-    far = float(_kl(np.concatenate(sampled), np.concatenate(reference), "k3").mean())
-    return algorithm.kl.coef * min(far / algorithm.kl.target, FARTHEST) ** 2
+    of_tokens = _kl(np.concatenate(sampled), np.concatenate(reference), "k3")
+    return algorithm.kl.coef * (float(np.minimum(of_tokens, MOST).mean()) / algorithm.kl.target) ** 2
 
 
 def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[Floats]:
