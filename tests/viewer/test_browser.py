@@ -111,19 +111,34 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
 
 def test_points_arrive_while_a_run_goes_on(browser, tmp_path):
     run = make_run(tmp_path / "run", rows=3)
+    row = {"iteration": 2, "success": 0.2, "grad_norm": 0.1}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**row, "iteration": 1}) + "\n" + json.dumps({**row, "grad_norm": 0.2}) + "\n")
     with served(run, cache=tmp_path / "cache") as address:
         browser.open(f"{address}run/0")
         count = "document.querySelector('svg.chart').querySelectorAll('.s0 circle').length"
         browser.until(f"{count} === 3")
         browser.run("window.same = 1")
+        opened = "[...document.querySelectorAll('details[open]')].map(d => d.innerText.split(':')[0]).join()"
+        browser.click("details > summary", "Update: 1 further metric")
+        browser.until(f"{opened} === 'Update'")
         with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"iteration": 3, "success": 0.9}\n{"iteration": 4, "su')
+            file.write(
+                '{"iteration": 3, "success": 0.9, "policy_loss": 1, "learning_rate": 1, "tokens": 9}\n'
+            )
+            file.write('{"iteration": 4, "su')
             file.flush()
             browser.until(f"{count} === 4")
             file.write('ccess": 1.0}\n')
             file.flush()
             browser.until(f"{count} === 5")
+            file.write(
+                '{"iteration": 5, "success": 1.0, "policy_loss": 2, "learning_rate": 2, "tokens": 19}\n'
+            )
+            file.flush()
+            browser.until("document.body.textContent.includes('Update: 2 further metrics')")
         assert browser.run("window.same") == 1  # the page was not loaded anew
+        assert browser.run(opened) == "Update"  # though it has more in it, and there are more folds
         with (run / "trajectories" / "train-000001.jsonl").open("ab") as file:
             file.write(encode_trajectory(episode((1.0,))))
         browser.until("document.querySelector('#episodes td.n').textContent === '4'")

@@ -113,6 +113,13 @@ def test_a_group_shows_the_member_that_one_came_from_under_its_head(browser, add
     browser.until(inside)
     assert browser.run("document.querySelector('th.chosen a').textContent") == "11"
     assert browser.run("document.querySelector('.sides').scrollLeft") > 0
+    # the best member is seen beside it
+    best = "document.querySelector('table.group thead th:nth-child(2)').getBoundingClientRect()"
+    assert (
+        browser.run(f"document.elementFromPoint({best}.left + 20, {best}.top + 10).closest('th').cellIndex")
+        == 1
+    )
+    assert browser.run(f"document.querySelector('th.chosen').getBoundingClientRect().left >= {best}.right")
     browser.run("document.querySelector('.sides').scrollTop = 500")
     assert browser.run("document.querySelector('.sides').scrollTop") > 100
     assert browser.run(inside)  # the head is still there, above what it is the head of

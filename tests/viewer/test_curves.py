@@ -52,7 +52,7 @@ def run(tmp_path):
 @pytest.fixture
 def page(browser, run, tmp_path):
     with served(run.parent, cache=tmp_path / "cache") as address:
-        browser.size(1280)
+        browser.size(1401)  # of which a panel has 416
         browser.open("about:blank")  # what follows the server of the test before ends
         browser.problems.clear()
         browser.open(f"{address}run/run")
@@ -121,7 +121,7 @@ def test_kept_points_are_ringed_and_lead_to_their_episodes_by_mouse_and_by_keybo
     for _ in range(4):
         browser.run(arrow % "ArrowRight")
     assert browser.run(f"{CHART}.querySelector('.hover text').textContent") == (
-        "iteration 3  success 0.75  heldout_success 0.5"
+        "iteration 3■ success 0.75■ heldout_success 0.5"
     )
     browser.run(arrow % "Enter")
     browser.until("location.search === '?file=train-000003.jsonl'")
@@ -163,7 +163,7 @@ def test_the_hover_line_stands_at_the_same_x_in_all_panels(browser, page):
     lines = browser.run("[...document.querySelectorAll('.hover.on')].map(g => g.getAttribute('transform'))")
     assert set(lines) == {"translate(227)"}
     assert browser.run(f"{CHART}.querySelector('.hover text').textContent").startswith(
-        "iteration 2  success 0.5"
+        "iteration 2■ success 0.5"
     )
     mouse(browser, "mouseMoved", [5, 5])
     browser.until("document.querySelectorAll('.hover.on').length === 0")
@@ -298,7 +298,7 @@ def test_smoothing_is_a_moving_average_without_bias(browser, page):
     browser.until("document.querySelectorAll('.hover.on').length === 3")
     smoothed = sum(w * v for w, v in zip([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], values, strict=True)) / (31 / 16)
     assert browser.run(f"{CHART}.querySelector('.hover text').textContent").startswith(
-        f"iteration 4  success 1 (smoothed {smoothed:.4g})"  # what was measured is said first
+        f"iteration 4■ success 1 (smoothed {smoothed:.4g})"  # what was measured is said first
     )
     # zoomed, the smooth line stays in its panel, though it is far from the last points
     drag(browser, on_chart(browser, 2, 310), on_chart(browser, 2, 407))
@@ -306,6 +306,18 @@ def test_smoothing_is_a_moving_average_without_bias(browser, page):
     browser.until(f"{entropy}.querySelectorAll('circle').length === 2")
     line = browser.run(f"[...{entropy}.querySelectorAll('polyline')].at(-1).getAttribute('points')")
     assert all(10 <= float(point.split(",")[1]) <= 158 for point in line.split())
+    choose(browser, "smooth", "0")
+
+
+def test_what_is_measured_seldom_is_not_smoothed_towards_what_was_measured_long_ago(browser, page, run):
+    choose(browser, "smooth", "0.5")
+    with (run / "metrics.jsonl").open("a") as file:
+        for k in range(5, 26):
+            seldom = {"heldout_success": 1.0} if k == 25 else {}
+            file.write(json.dumps({"iteration": k, "success": 1.0, **seldom}) + "\n")
+    heldout = f"{CHART}.querySelectorAll('.s1 polyline')[1].getAttribute('points').split(' ')"
+    browser.until(f"{heldout}.length === 6")
+    assert browser.run(f"{heldout}.at(-1).split(',')[1]") == "10"
     choose(browser, "smooth", "0")
 
 
@@ -326,6 +338,38 @@ def test_the_x_axis_can_be_tokens_or_time_and_a_curve_can_be_hidden_while_the_pa
     assert browser.run("document.querySelector('[data-curve=heldout_success]').ariaPressed") == "false"
     choose(browser, "axis", "seconds")
     assert [x for x, _ in browser.run(CIRCLES)] == [46, 136.5, 227, 317.5, 408]
+
+
+def test_the_address_keeps_how_curves_are_looked_at(browser, page):
+    choose(browser, "axis", "tokens")
+    choose(browser, "smooth", "0.5")
+    choose(browser, "log", True)
+    browser.click("[data-curve=heldout_success]")
+    drag(browser, on_chart(browser, 2, 60), on_chart(browser, 2, 300))
+    browser.until("!document.querySelector('[data-do=unzoom]').hidden")
+    shown, drawn = browser.run("location.href"), browser.run("document.querySelector('.panels').innerHTML")
+    browser.open("about:blank")
+    browser.open(shown)
+    browser.until("document.querySelectorAll('svg.chart').length >= 3")
+    assert browser.run("document.querySelector('.panels').innerHTML") == drawn
+    assert browser.run("document.querySelector('[data-set=log]').checked")
+    for name, value in (("axis", "iteration"), ("smooth", "0"), ("log", False)):
+        choose(browser, name, value)
+    browser.click("[data-curve=heldout_success]")
+    browser.until("location.search === ''")
+
+
+@pytest.mark.parametrize("width", [400, 1401])
+def test_the_text_of_a_chart_has_its_size_whatever_the_window_has(browser, page, width):
+    browser.size(width)
+    browser.run("document.querySelectorAll('#curves > details').forEach(d => { d.open = true; }), true")
+    browser.until(
+        "[...document.querySelectorAll('svg.chart')].every("
+        "e => Math.abs(e.getBoundingClientRect().width / e.viewBox.baseVal.width - 1) < 0.02)"
+    )
+    assert browser.run("getComputedStyle(document.querySelector('svg.chart text')).fontSize") == "11px"
+    right = "Math.max(...[...document.querySelectorAll('figure')].map(e => e.getBoundingClientRect().right))"
+    assert width - 60 <= browser.run(right) <= width  # the curves fill the window
 
 
 def test_curves_are_downloaded_as_csv_and_as_a_picture(browser, page):
@@ -416,7 +460,7 @@ def test_runs_are_searched_sorted_and_chosen_to_compare(browser, tmp_path, width
         for name in ("apple", "cherry"):
             browser.run(f"document.querySelector('[data-run={name}]').click(), true")
         browser.click("a.button", "Compare")
-        browser.until("location.search === '?runs=apple,cherry'")
+        browser.until("location.search === '?runs=apple,cherry' && !!document.getElementById('main')")
         assert "banana" not in browser.run("document.getElementById('main').textContent")
         assert browser.problems == []
 
@@ -432,11 +476,77 @@ def test_on_a_phone_the_result_and_the_curve_of_a_run_are_seen(browser, tmp_path
             " const b = e.getBoundingClientRect(); return b.width > 10 && b.left >= 0 && b.right <= 390; })"
         )
         assert browser.run(inside)
+        # nothing is cut, however long an advice is
+        browser.size(1400)
+        browser.run(
+            "document.querySelector('[data-name=advice]').textContent = 'The held-out episodes lag behind those of the "
+            "training, and the updates are far too large', true"
+        )
+        wide = (
+            "(() => { const e = document.querySelector('.wide'); return e.scrollWidth <= e.clientWidth; })()"
+        )
+        assert browser.run(wide)
+        browser.size(390)
         small = (
             "[...document.querySelectorAll('a, button, input')].filter(e => e.checkVisibility() && "
             "e.getBoundingClientRect().height < 23.5).map(e => e.outerHTML)"
         )
         assert browser.run(small) == []
+
+
+def test_runs_have_columns_conditions_and_groups_of_settings_and_metrics_which_the_address_keeps(
+    browser, tmp_path
+):
+    for name, estimator, rate, success in (
+        ("a", "gigpo", 0.1, 0.9),
+        ("b", "grpo", 0.02, 0.5),
+        ("c", "gigpo", 0.003, 0.1),
+    ):
+        run = make_run(tmp_path / "runs" / name)
+        (run / "config.yaml").write_text(f"algorithm: {{adv_estimator: {estimator}}}\nlr: {rate}\nsame: 7\n")
+        (run / "metrics.jsonl").write_text(f'{{"iteration": 1, "success": {success}}}\n')
+    shown = "[...document.querySelectorAll('a.row-link')].filter(a => a.checkVisibility())"
+    names = f"{shown}.map(a => a.textContent).join()"
+    column = "[...document.querySelectorAll('td[data-name={}]')].map(e => e.textContent).join()"
+    with served(tmp_path / "runs", cache=tmp_path / "cache") as address:
+        browser.size(1400)
+        browser.open("about:blank")
+        browser.problems.clear()
+        browser.open(address)
+        for text, found in (
+            ("adv_estimator=gigpo", {"a", "c"}), ("lr>0.01 success<0.8", {"b"}), ("same=7 kind!=ppo", {"a", "b", "c"}),
+            ("adv_estimator=GIGPO lr<=0.003", {"c"}), ("nothing=1", set()),
+        ):  # fmt: skip
+            write(browser, text)
+            assert set(filter(None, browser.run(names).split(","))) == found, text
+        write(browser, "adv_estimator=gigpo")
+        field = "document.getElementById('column')"
+        for name in ("lr", "success"):
+            browser.run(
+                f"{field}.value = '{name}', {field}.dispatchEvent(new Event('change', {{bubbles: true}}))"
+            )
+        browser.click("th button", "success")
+        browser.click("th button", "success")
+        browser.until(f"{names} === 'a,c'")
+        kept = browser.run("location.href")
+        browser.open("about:blank")
+        browser.open(kept)
+        browser.until(f"{names} === 'a,c'")
+        assert browser.run(column.format("lr")) == "0.1,0.02,0.003"
+        assert (
+            browser.run("document.querySelector('th[aria-sort=descending] button').textContent") == "success"
+        )
+        write(browser, "")
+        group = "document.getElementById('group')"
+        browser.run(
+            f"{group}.value = 'adv_estimator', {group}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+        )
+        heads = "[...document.querySelectorAll('tr.heading')].map(e => e.textContent).join('; ')"
+        assert browser.run(heads) == "adv_estimator gigpo, 2 runs; adv_estimator grpo, 1 run"
+        assert browser.run(names) == "a,c,b"
+        browser.click("th button", "×")
+        browser.until("document.querySelectorAll('td.more').length === 3")
+        assert browser.problems == []
 
 
 # --- a server that goes

@@ -1,12 +1,14 @@
 """Lists, groups and pages of episodes: what their addresses carry and what they show."""
 
 import re
+import shutil
 from dataclasses import replace
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
 from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
+from tests.viewer.test_pages import FIXTURES
 from tests.viewer.test_server import make_run
 
 from shoal.core.data import (
@@ -234,6 +236,35 @@ def test_a_long_episode_has_a_line_of_its_turns_and_folds(run):
     assert 'max="5"' in body
     short = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
     assert 'class="player"' not in short
+
+
+def test_an_episode_ends_with_why_it_ended_and_what_was_seen_then(run):
+    made = replace(episode((0.0,)), last="the shore", ended="turns")
+    write_trajectories(run.path / "trajectories" / "train-000007.jsonl", [made])
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000007:0"}).body
+    end = re.sub("<[^>]*>", "", body.rpartition("<article")[2])
+    assert "At its end: its turns were used up" in end
+    assert "the shore" in end
+
+
+def test_a_page_of_an_episode_grows_as_its_record_does(run):
+    """Turns that each go on from the one before have prompts of 27, 57, 87 … tokens: of twice as many four times."""
+    engine = run.path / "checkpoints" / "step-000001" / "engine"
+    shutil.copytree(FIXTURES / "agent/checkpoints/step-000002/engine", engine)
+    sizes = []
+    for n in (30, 60):
+        turns, prompt = [], ()
+        for _ in range(n):
+            turns.append(turn()._replace(prompt_ids=(*prompt, *[5] * 27)))
+            prompt = (*turns[-1].prompt_ids, *turns[-1].response_ids)
+        made = trajectory_of("Lake", 7, 0, 0, 1, tuple(turns), False, True, False)
+        write_trajectories(run.path / "trajectories" / "train-000007.jsonl", [made])
+        run.index.refresh()
+        body = page_for(Site([run]), "run/0/episode", {"name": "train-000007:0"}).body
+        assert f"prompt of {30 * n - 3:,} tokens, 27 after turn {n - 1}" in body
+        sizes.append(len(body))
+    assert sizes[1] < 2.1 * sizes[0]
 
 
 @pytest.mark.parametrize("env", ["frozen_lake", "sokoban"])

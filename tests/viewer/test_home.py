@@ -1,6 +1,7 @@
 """The list of runs, runs compared, the page of a run, and addresses that last."""
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from tests.viewer.test_server import make_run, tables_of
 
 from shoal.cli.main import main
 from shoal.core.data import write_trajectories
+from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer import server
 from shoal.viewer.curves import meaning, table
@@ -37,7 +39,7 @@ def page(run, path="", **query):
 
 def lines_of(home):
     """The cells of each line of the list of runs, by the name of their column."""
-    lines = re.findall(r"<tr>(.*?)</tr>", home.partition("<tbody>")[2])
+    lines = re.findall(r"<tr[^>]*>(.*?)</tr>", home.partition("<tbody>")[2])
     text = lambda cell: re.sub(r"<[^>]+>", "", cell)  # noqa: E731
     return [
         {name: text(cell) for name, cell in re.findall(r'data-name="(\w+)">(.*?)</td>', line)}
@@ -59,6 +61,24 @@ def test_a_running_run_says_how_far_it_is_what_is_left_and_when_its_last_row_cam
         assert "<dt>progress</dt><dd>iteration 5 of 40</dd>" in page(run)
         assert line["took"] == "53.0 s"  # up to its last row
     assert "of 40" not in page_for(Site([run]), "", {}).body
+
+
+def test_a_run_that_was_stopped_says_how_far_it_is_and_the_command_that_goes_on_with_it(
+    tmp_path, opened, capsys
+):
+    run = opened(make_run(tmp_path / "a run"))
+    (run.path / "config.yaml").write_text("seed: 7\ntrainer: {iterations: 40}\n")
+    rows = [{"iteration": k, "success": 0.1, "seconds": 3.0 * k} for k in range(6)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.path / "summary.json").unlink()
+    assert "resume=true" not in page(run)  # there is nothing that it could go on from
+    (run.path / "checkpoints" / "step-000005").mkdir(parents=True)
+    [line] = lines_of(page_for(Site([run]), "", {}).body)
+    assert line["state"] == "unfinishediteration 5 of 40"
+    assert "<dt>progress</dt><dd>iteration 5 of 40</dd>" in page(run)
+    told = html.unescape(re.search('data-copy=["]([^"]*resume=true)', page(run))[1])
+    assert main(["show", str(run.path)]) == 0
+    assert told in capsys.readouterr().out  # the terminal says it in the same words
 
 
 @pytest.mark.parametrize(
@@ -137,7 +157,10 @@ def test_settings_that_differ_come_before_those_that_only_some_runs_have(tmp_pat
     (runs[-1].path / "config.yaml").unlink()
     settings = compare(Site(runs), {}).body.partition("Settings that differ")[2]
     first, _, folded = settings.partition("<details")
-    assert "<td>zeta.iterations</td><td>40</td><td>39</td><td>38</td></tr>" in first
+    assert (
+        '<td>zeta.iterations</td><td class="n">40</td><td class="n">39</td><td class="n">38</td></tr>'
+        in first
+    )
     assert first.count("<tr><td>") == 1
     assert "No settings are known of bare." in first
     assert "120 settings that only some of the runs have" in folded
@@ -276,8 +299,8 @@ def test_a_failed_skill_tells_the_steps_it_used_and_shows_its_curve(failed):
 def test_the_success_of_a_skill_and_that_of_the_chain_are_named_apart(opened):
     body = page(opened(FIXTURES / "skills"))
     assert "<dt>whole chain, on unseen worlds</dt><dd>56.2%</dd>" in body
-    assert "<th>own test</th><th>on the chain</th>" in body
-    assert "<td>90.6%</td><td>56.2%</td>" in body
+    assert '<th class="n">own test</th><th class="n">on the chain</th>' in body
+    assert '<td class="n">90.6%</td><td class="n">56.2%</td>' in body
     assert "completed, own test 90.6%" in body
     assert "<dt>training in all</dt><dd>2.3 s</dd>" in body  # from 213.582 to 215.906
     assert "<td>frames</td>" in body  # the summary says 40,448 too
@@ -354,11 +377,25 @@ def test_the_address_of_a_run_is_its_name_so_that_it_lasts(tmp_path, opened):
     again = opened(make_run(tmp_path / "sweep" / "late"))
     assert [Site([late]).place(late), Site([early, late]).place(late)] == ["run/late", "run/late"]
     site = Site([early, late, again])
-    assert [site.place(run) for run in site.runs] == ["run/early-one", "run/late", "run/late.2"]
-    assert [site.run(name) for name in ("early-one", "late", "late.2", "2")] == [early, late, again, again]
-    second = opened(make_run(tmp_path / "sweep" / "late.2"))
+    assert [site.place(run) for run in site.runs] == ["run/early-one", "run/runs.late", "run/sweep.late"]
+    names = ("early-one", "runs.late", "sweep.late", "2")
+    assert [site.run(name) for name in names] == [early, late, again, again]
+    # whatever order they are found in
+    assert [Site([again, late]).place(run) for run in (late, again)] == ["run/runs.late", "run/sweep.late"]
+    second = opened(make_run(tmp_path / "sweep" / "runs.late"))
     site = Site([late, again, second])
     assert [site.run(site.name(run)) for run in site.runs] == [late, again, second]
+
+
+def test_the_address_of_a_run_never_leads_to_another_of_the_same_name(tmp_path, opened):
+    first, found = opened(make_run(tmp_path / "b" / "late")), [tmp_path / "b" / "late"]
+    site = Site([first], find=lambda: found)
+    assert site.place(first) == "run/late"
+    found.append(make_run(tmp_path / "a" / "late"))
+    site.look()
+    assert [site.place(run) for run in site.runs] == ["run/late", "run/a.late"]  # an open page goes on
+    with pytest.raises(DataError, match="several runs are called late: a.late, b.late"):
+        Site(list(map(opened, sorted(found)))).run("late")
 
 
 # --- contrast

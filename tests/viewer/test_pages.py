@@ -417,11 +417,11 @@ def test_settings_that_are_unset_and_numbers_within_others_are_shown_in_readers_
     inner = {"metrics": {"chain": {"success": 0.5, "by": {"Wood": 0.25}}, "none": None}}
     (one / "summary.json").write_text(json.dumps(inner))
     site = Site([opened(one), opened(other)])
-    assert "<td>num_workers</td><td>\N{EN DASH}</td><td>2</td>" in compare(site, {}).body
+    assert '<td>num_workers</td><td class="n">\N{EN DASH}</td><td class="n">2</td>' in compare(site, {}).body
     shown = overview(site, site.runs[0]).body
-    assert "<td>chain.by.Wood</td><td>0.25</td>" in shown
-    assert "<td>chain.success</td><td>0.5</td>" in shown
-    assert "<td>none</td><td>\N{EN DASH}</td>" in shown
+    assert '<td>chain.by.Wood</td><td class="n">0.25</td>' in shown
+    assert '<td>chain.success</td><td class="n">0.5</td>' in shown
+    assert '<td>none</td><td class="n">\N{EN DASH}</td>' in shown
 
 
 @pytest.mark.parametrize("error", [NameError, AssertionError, MemoryError, ImportError])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,11 +11,9 @@ from typing import Annotated, Any, Literal
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.cli.output import program, to_type
-from shoal.core.configuration import read_settings
-from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of
 from shoal.viewer.markup import number
-from shoal.viewer.runs import RESULTS, Run, describe, folders
+from shoal.viewer.runs import RESULTS, Run, describe, folders, has_checkpoint, resume_words
 
 MORE = """\
 examples:
@@ -77,9 +74,9 @@ def how_to_go_on(run: Path, *, failed: bool = False) -> str:
         failed: by an error, which going on would meet again where there is no checkpoint yet.
     """
     command = command_of(run)
-    if command == "train-ppo" and not failed and not _has_checkpoint(run, command):
+    if command == "train-ppo" and not failed and not has_checkpoint(run, command):
         return "it ended before its first checkpoint: start again"
-    if failed and command in ("train", "train-ppo") and not _has_checkpoint(run, command):
+    if failed and command in ("train", "train-ppo") and not has_checkpoint(run, command):
         return "it failed before its first checkpoint: mend what its error says, and begin it anew in another folder"
     again = resume_command(run, command)
     if again is None:
@@ -91,38 +88,14 @@ def how_to_go_on(run: Path, *, failed: bool = False) -> str:
 
 
 def resume_command(run: Path, command: str) -> str | None:
-    """The command that goes on with a run, as it can be typed anywhere; its settings are those in its folder.
+    """The command that goes on with a run, as it can be typed anywhere.
 
     Args:
         run: its folder.
         command: that made it.
     """
-    place = shlex.quote(str(run))
-    words = {
-        "skills train": f"skills train --resume --out {place}",
-        "train-ppo": f"train-ppo --resume-from {shlex.quote(str(_checkpoint_dir(run) or run))}",
-        "train": f"train --config-name NAME run_dir={place} resume=true",
-        "skills-training": "skills train --resume --out GRAPH",
-    }
-    if (run / "config.yaml").is_file():  # which training on recordings does not write
-        words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
-    if (run / "shards").is_dir():
-        words["split"] = f"split ROOT --shard-size N --resume --out {place}"
-    return f"{program()} {words[command]}" if command in words else None
-
-
-def _has_checkpoint(run: Path, command: str) -> bool:
-    """Whether there is something that a run can go on from, in its folder or in one of its `--checkpoint-dir`."""
-    folder = _checkpoint_dir(run) or run / "checkpoints"
-    return any(folder.glob("step_*" if command == "train-ppo" else "*"))
-
-
-def _checkpoint_dir(run: Path) -> Path | None:
-    """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
-    elsewhere = None
-    with contextlib.suppress(OSError, ValueError, ConfigError, DataError):
-        elsewhere = read_settings(run / "config.yaml").get("checkpoint_dir")
-    return None if elsewhere is None else Path(elsewhere)
+    words = resume_words(run, command)
+    return None if words is None else f"{program()} {shlex.join(words)}"
 
 
 def latest_metrics(run: Run) -> dict[str, Any]:

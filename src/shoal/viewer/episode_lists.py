@@ -47,7 +47,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
             site,
             join(f"{OUTCOMES[name]} ", tag("b", number(n))),
             place,
-            class_=f"chip {name}" + (" chosen" if wanted.outcome == name else ""),
+            class_=f"chip {name if n else 'none'}" + (" chosen" if wanted.outcome == name else ""),
             **with_(outcome=None if wanted.outcome == name else name),
         )
         for name, n in outcomes.items()
@@ -149,7 +149,7 @@ def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, s
     for e in found:
         address = site.link(f"{place}/episode", name=e.name, **within)
         name = tag("a", e.name, href=address, class_="row-link", id=e.name) if address else e.name
-        group = anchor(site, f"{e.group}.{e.member}", f"{place}/group", name=e.name, **within)
+        group = anchor(site, f"g{e.group}·m{e.member}", f"{place}/group", name=e.name, **within)
         rows.append((name, ended(e), e.reward, e.turns, group, e.tokens, e.invalid, e.iteration, e.env))
     heads = []
     for title, column in _HEADS:

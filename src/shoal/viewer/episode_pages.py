@@ -95,9 +95,15 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     )
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
     if trajectory.last:
+        why_ended = tag("small", f": {ENDINGS[trajectory.ended]}") if trajectory.ended else None
         shown = drawing(trajectory.last), tag("pre", readable(trajectory.last), class_="saw")
         turns.append(
-            tag("article", tag("h2", "At its end"), tag("div", shown, class_="turn-body"), class_="end")
+            tag(
+                "article",
+                tag("h2", "At its end", why_ended),
+                tag("div", shown, class_="turn-body"),
+                class_="end",
+            )
         )
     file = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
@@ -161,10 +167,13 @@ def _turn(
     tokens: Html | None,
 ) -> Html:  # fmt: skip
     turn = trajectory.turns[k]
-    ids, cut = trajectory.prompt_ids(turn.call), trajectory.call_of(turn).finish == "length"
+    call, ids = trajectory.call_of(turn), trajectory.prompt_ids(turn.call)
+    # of a prompt that goes on from the turn before its own part is shown, so that a page grows as its record does
+    goes_on = k > 0 and call.parent == trajectory.turns[k - 1].call
+    new = call.new_prompt_ids if goes_on else ids
     verdict = turn.action if turn.action_is_valid else "no valid action"
-    prompt = "".join(spell(ids)) if spell and ids else None
-    length = f"prompt of {counted(len(ids), 'token')}"
+    prompt = "".join(spell(new)) if spell and new else None
+    length = f"prompt of {counted(len(ids), 'token')}" + (f", {len(new):,} after turn {k}" if goes_on else "")
     short = tag("small", length, class_="prompt")
     drawn = _image(site, run, turn.image) or drawing(turn.observation)
     saw = tag("pre", readable(turn.observation), class_="saw")
@@ -180,7 +189,7 @@ def _turn(
             f"Turn {k + 1} ",
             tag("small", f"→ {verdict}", class_="folded"),
             tag("small", f"reward {number(turn.reward)}"),
-            tag("small", "cut at the limit of tokens") if cut else None,
+            tag("small", "cut at the limit of tokens") if call.finish == "length" else None,
         ),
     )
     said = tag(

@@ -14,7 +14,7 @@ from shoal.viewer.index import Filter
 from shoal.viewer.markup import Html, join, tag
 from shoal.viewer.pages import Site, address_of, not_here
 from shoal.viewer.runs import Run
-from shoal.viewer.server import SCRIPTS, bar, keys, page_for, static
+from shoal.viewer.server import ICON, SCRIPTS, bar, keys, page_for, static
 
 FILES = 12
 """Newest files of episodes whose first page is in the file."""
@@ -56,6 +56,7 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{title} · shoal"),
+        tag("link", rel="icon", href=ICON),
         Html(f"<style>{style}</style>"),
     )
     run = [Html(f'<script type="module">{script}</script>') for script in scripts]

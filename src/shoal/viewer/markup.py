@@ -237,7 +237,7 @@ def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: 
     return wide(drawn, "graph of skills")
 
 
-_WIDE, _HIGH, _GAP_X, _GAP_Y = 150, 42, 46, 18
+_WIDE, _HIGH, _GAP_X, _GAP_Y = 180, 42, 46, 18
 _HEAD = tag("path", d="M0 0 L8 4 L0 8 z", class_="head")
 _SIZES = {"viewBox": "0 0 8 8", "refX": 1, "refY": 4, "markerWidth": 7, "markerHeight": 7, "orient": "auto"}
 _TIP = tag("defs", tag("marker", _HEAD, id="tip", **_SIZES))

@@ -9,29 +9,36 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import re
 import shlex
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
+
 from shoal.core.errors import DataError
-from shoal.core.run_folder import is_number
+from shoal.core.run_folder import command_of, is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
 from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
-from shoal.viewer.runs import FILMS, PICTURES, Run, points
+from shoal.viewer.runs import FILMS, PICTURES, Run, has_checkpoint, linked, points, resume_words
 
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
 NEWEST = 10
 """Files of episodes that a run's page lists unfolded."""
 MOST_DIFFERENCES = 100
+LAST = 500
+"""Rows from which the list of runs takes the last value of each metric."""
+STOPPED = ("unfinished", "interrupted", "failed")
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
 
@@ -102,6 +109,9 @@ class Site:
     def run(self, name: str) -> Run:
         """The run of that name in links, or else of that number."""
         found = [run for run in self.known if self.name(run) == name]
+        twins = [self.name(run) for run in self.known if run.word == name]
+        if not found and twins:  # an address of the time when it was the only one of that name
+            raise DataError(f"several runs are called {name}: {', '.join(twins)}")
         if not found and name.isdecimal() and len(name) < 7:
             found = self.known[int(name) :]
         if not found:
@@ -111,10 +121,19 @@ class Site:
         return found[0]
 
     def name(self, run: Run) -> str:
-        """What links call a run: its own name, so that they last; of several of one name the later have a number."""
+        """What links call a run: its own name, so that they last, of several of one name behind that of their folder.
+
+        What a run is called does not change while it is known, so that open pages go on.
+        """
         with self._lock:
+            words = Counter(one.word for one in self.known)
             for one in self.known[len(self._names) :]:
-                names = (f"{one.word}.{n}" if n > 1 else one.word for n in itertools.count(1))
+                name = (
+                    one.word
+                    if words[one.word] == 1
+                    else f"{linked(one.path.resolve().parent.name)}.{one.word}"
+                )
+                names = (f"{name}.{n}" if n > 1 else name for n in itertools.count(1))
                 self._names.append(next(name for name in names if name not in self._names))
         return self._names[self.known.index(run)]
 
@@ -190,16 +209,25 @@ def _value(value: Any) -> Any:
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
-    """A table; the cells of numbers stand on the right."""
-    first = rows[0] if rows else head
-    names = tag("tr", [tag("th", name, class_=_side(cell)) for name, cell in zip(head, first, strict=True)])
-    lines = [tag("tr", [tag("td", _value(cell), class_=_side(cell)) for cell in row]) for row in rows]
+    """A table; columns of numbers stand on the right, a zero is grey."""
+    sides = [_side(cells) for cells in zip(*rows, strict=True)] or [None] * len(head)
+    names = tag("tr", [tag("th", name, class_=side) for name, side in zip(head, sides, strict=True)])
+    lines = [tag("tr", [_cell(cell, side) for cell, side in zip(row, sides, strict=True)]) for row in rows]
     made = tag("table", tag("thead", names), tag("tbody", lines), class_=class_ or None)
     return wide(made, class_ or ", ".join(head))
 
 
-def _side(cell: Any) -> str | None:
-    return "n" if isinstance(cell, int | float) else None
+def _side(cells: Sequence[Any]) -> str | None:
+    texts = [re.sub("<[^>]*>", "", str(_value(cell))) for cell in cells]
+    return "n" if all(text == NONE or _NUMBER.fullmatch(text) for text in texts) else None
+
+
+def _cell(cell: Any, side: str | None) -> Html:
+    shown = _value(cell)
+    return tag("td", shown, class_="n zero" if side and shown in ("0", "0.0%") else side)
+
+
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?")
 
 
 def command(words: Sequence[str]) -> Html:
@@ -215,23 +243,56 @@ def home(site: Site) -> Page:
     if not runs:
         empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
         return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
-    head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
-    rows = [tag("tr", _cells(site, run)) for run in runs]
+    head = [tag("th", tag("button", name, type="button", data_sort=name)) for name in COLUMNS]
+    shared, known = _known(runs)
+    rows = [tag("tr", _cells(site, run), data_known=_json(own)) for run, own in zip(runs, known, strict=True)]
     kinds = [run.kind for run in runs if run.kind in PANELS]
     can_compare = len(kinds) > len(set(kinds))
+    names = sorted({name for one in (*shared.values(), *known) for name in one})
     tools = tag(
         "div",
-        tag("input", type="search", id="find", placeholder="search runs", aria_label="search runs"),
+        tag("input", type="search", id="find", placeholder=_FIND, title=_FOUND, aria_label="search runs"),
+        tag(
+            "label", "add a column ", tag("input", id="column", list="names", placeholder="setting or metric")
+        ),
+        tag("label", "group by ", tag("input", id="group", list="names", type="search")),
+        tag("datalist", [tag("option", value=name) for name in names], id="names"),
         can_compare and anchor(site, "Compare", "compare", class_="button"),
         can_compare and site.only is None and tag("small", "those that are ticked, or all"),
         class_="tools",
     )
-    listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
+    listed = tag(
+        "table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs", data_shared=_json(shared)
+    )
     body = tag("section", tag("h1", "Runs"), tools, wide(listed, "runs"))
     return Page("Runs", body, (("runs", None),))
 
 
 COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
+
+
+_FIND, _FOUND = (
+    "words, or lr>0.001",
+    "words of a line, or conditions on a setting, a metric or a column: adv_estimator=gigpo",
+)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _known(runs: Sequence[Run]) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
+    """What runs can be listed by: the settings that all of a kind share, and of each its others and its metrics."""
+    settings = [flattened(run.config()) for run in runs]
+    shared: dict[str, dict[str, str]] = {}
+    for run, own in zip(runs, settings, strict=True):
+        shared[run.kind] = dict(shared.get(run.kind, own).items() & own.items())
+    known: list[dict[str, Any]] = []
+    for run, own in zip(runs, settings, strict=True):
+        known.append(dict(sorted(own.items() - shared[run.kind].items())))
+        for row in run.rows()[-LAST:]:
+            known[-1] |= {name: value for name, value in row.items() if is_number(value)}
+    return shared, known
 
 
 def _cells(site: Site, run: Run) -> list[Html]:
@@ -244,8 +305,8 @@ def _cells(site: Site, run: Run) -> list[Html]:
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
     result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
-    told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run).items()]
-    ahead = tag("small", ", ".join(told)) if status == "running" else None
+    told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run, status).items()]
+    ahead = tag("small", ", ".join(told)) if told else None
     can_be_ticked = site.only is None and run.kind in PANELS
     shown = [
         (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
@@ -273,15 +334,25 @@ def _counted_result(run: Run) -> str:
     return f"{done} of {counted(len(skills), 'skill')}" if skills else NONE
 
 
-def _ahead(run: Run) -> dict[str, str]:
-    """How far a running run is, what is left, and when its last row came."""
+def _ahead(run: Run, status: str) -> dict[str, str]:
+    """How far a run is that is not at its end; of one that runs what is left, and when its last row came."""
     told = {}
-    if progress := run.progress():
+    if status != "completed" and (progress := run.progress()):
         done, total, left = progress
         told["progress"] = f"{run.x} {number(done)} of {number(total)}"
-        told |= {"time left": f"about {duration(left)} left"} if left is not None else {}
-    row = run.written("metrics.jsonl")
+        if status == "running" and left is not None:
+            told["time left"] = f"about {duration(left)} left"
+    row = run.written("metrics.jsonl") if status == "running" else None
     return told | ({"last row": f"at {clock(row, '%H:%M:%S')}"} if row else {})
+
+
+def _resumed(run: Run, status: str) -> Html | None:
+    """The command that goes on with a run that was stopped, where there is something to go on from."""
+    made_by = command_of(run.path)
+    words = resume_words(run.path, made_by)
+    if words is None or status not in STOPPED or not has_checkpoint(run.path, made_by):
+        return None
+    return tag("section", tag("p", "It goes on from its last checkpoint with"), command(["shoal", *words]))
 
 
 def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:
@@ -314,21 +385,22 @@ def overview(site: Site, run: Run) -> Page:
     from shoal.viewer.skill_pages import skills_section
     from shoal.viewer.split_pages import samples_section
 
-    rows, summary, config = run.rows(), run.summary(), run.config()
+    rows, summary, config, status = run.rows(), run.summary(), run.config(), run.status()
     versions = summary.get("versions")
     told = {
         "kind": run.kind,
         "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
-        **(_ahead(run) if run.status() == "running" else {}),
+        **_ahead(run, status),
         "rows": len(rows) or None,
         "whole run": duration(run.seconds()) if run.seconds() is not None else None,
         "written": clock(run.written()),
         "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
     }
     parts = [
-        tag("header", tag("h1", run.name, " ", state(run.status())), facts(told)),
+        tag("header", tag("h1", run.name, " ", state(status)), facts(told)),
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
+        _resumed(run, status),
         advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
     ]
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)

@@ -48,7 +48,7 @@ class Run:
                 f"{self.path} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
             )
         self.name = self.path.resolve().name
-        self.word = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name)  # of its name, as a part of an address
+        self.word = linked(self.name)
         self.index = EpisodeIndex(self.path)
         self.spell: Callable[[Sequence[int]], list[str]] | None = None
         """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
@@ -226,6 +226,11 @@ class Run:
         return {} if folder is None else self._cached(f"{folder}/batch.json", _object, {})
 
 
+def linked(name: str) -> str:
+    """A name as a part of an address."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+
+
 def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:
     """The curve of a metric: where both it and `x` are finite numbers."""
     xs, ys = [], []
@@ -305,6 +310,39 @@ def describe(path: Path) -> dict[str, Any]:
         "value": None if name is None else metrics[name],
         "rows": rows,
     }
+
+
+def resume_words(run: Path, command: str) -> list[str] | None:
+    """What `shoal` is called with to go on with a run; its settings are those in its folder. None: nothing can.
+
+    Args:
+        run: its folder.
+        command: that made it.
+    """
+    place = str(run)
+    words = {
+        "skills train": ["skills", "train", "--resume", "--out", place],
+        "train-ppo": ["train-ppo", "--resume-from", str(_checkpoint_dir(run) or run)],
+        "train": ["train", "--config-name", "NAME", f"run_dir={place}", "resume=true"],
+        "skills-training": ["skills", "train", "--resume", "--out", "GRAPH"],
+    }
+    if (run / "config.yaml").is_file():  # which training on recordings does not write
+        words["train"][1:3] = ["--config-dir", place, "--config-name", "config"]
+    if (run / "shards").is_dir():
+        words["split"] = ["split", "ROOT", "--shard-size", "N", "--resume", "--out", place]
+    return words.get(command)
+
+
+def has_checkpoint(run: Path, command: str) -> bool:
+    """Whether there is something that a run can go on from, in its folder or in one of its `--checkpoint-dir`."""
+    folder = _checkpoint_dir(run) or run / "checkpoints"
+    return any(folder.glob("step_*" if command == "train-ppo" else "*"))
+
+
+def _checkpoint_dir(run: Path) -> Path | None:
+    """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
+    elsewhere = Run(run).config().get("checkpoint_dir")
+    return Path(elsewhere) if isinstance(elsewhere, str) else None
 
 
 RESULTS = (

@@ -48,7 +48,13 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SCRIPTS = ("view.js", "curves.js", "episodes.js")
+ICON = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAOUlEQVR42mPgjllLEmIYBBr+//+PXcN/DICpGqHhP15ADRvI8QNF"
+    "oYTHeQzEqEb2OjVsGPxpCQ0BAJxgb8BPEADjAAAAAElFTkSuQmCC"
+)
+"""Two fish, 16 pixels wide."""
+SCRIPTS = ("view.js", "runs.js", "curves.js", "episodes.js")
 STATIC = {
     "static/view.css": "text/css; charset=utf-8",
     **{f"static/{name}": "text/javascript; charset=utf-8" for name in SCRIPTS},
@@ -74,7 +80,7 @@ def document(page: Page, base: str, version: str = "") -> str:
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{page.title} · shoal"),
-        tag("link", rel="icon", href="data:image/png;base64,iVBORw0KGgo="),
+        tag("link", rel="icon", href=ICON),
         tag("link", rel="stylesheet", href=f"{base}static/view.css"),
         [tag("script", Html(""), type="module", src=f"{base}static/{name}") for name in SCRIPTS],
         [tag("link", rel=rel, href=href) for rel, href in ways.items() if href],

@@ -95,7 +95,8 @@ def skills_section(site: Site, run: Run) -> Html:
     words = (
         "Own test: the success of a skill's expert as it was evaluated last in its training. On the chain: of the "
         "unseen worlds that got to the skill, the share that did it. The whole chain: the share of all worlds that did "
-        "every skill."
+        "every skill. Env steps used: all that its trainings learned from, whichever expert acted in them; frames, in "
+        "the terminal, are those in which an expert acted itself, over all trainings."
     )
     return join(
         tag("section", tag("h2", "Graph"), facts(said), graph(needs, states, links), id="graph"),

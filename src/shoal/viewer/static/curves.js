@@ -1,17 +1,36 @@
 // Curves, drawn from the numbers in the page. The panels of a section share the range of x, the hover line, the settings.
-const [RIGHT, TOP, BOTTOM] = [408, 10, 158];
+const [TOP, BOTTOM] = [10, 158];
 const LEFT = 46; // at least: a section whose labels are longer has more room for them
-const views = new Map(); // the settings of each section, kept while the page follows its run
+const views = new Map(); // the settings of each section, kept in the address and while the page follows its run
+const isStatic = document.body.hasAttribute("data-static");
 
 function viewOf(section) {
   const key = `${section.closest(".page")?.id} ${section.id}`;
-  if (!views.has(key)) views.set(key, { smooth: 0, log: false, zoom: null, hidden: new Set() });
+  if (!views.has(key)) views.set(key, keptOf(section));
   const view = views.get(key);
   if (view.section !== section) {
     Object.assign(view, { section, tables: JSON.parse(section.dataset.tables) });
-    view.axis ??= Object.keys(view.tables[0].axes)[0];
+    if (!(view.axis in view.tables[0].axes)) view.axis = Object.keys(view.tables[0].axes)[0];
   }
   return view;
+}
+
+// The settings of a section as its address has them, and back: what is as it was at first is left out.
+function keptOf(section) {
+  const kept = new URLSearchParams(new URLSearchParams(location.search).get(section.id) ?? "");
+  const zoom = (kept.get("zoom") ?? "").split(",").map(Number);
+  return {
+    axis: kept.get("axis"), smooth: Math.min(Math.max(Number(kept.get("smooth")) || 0, 0), 0.95), log: kept.has("log"),
+    zoom: zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null, hidden: new Set(kept.getAll("hidden")),
+  };
+}
+function keep(section, { axis, smooth, log, zoom, hidden, tables }) {
+  const first = axis === Object.keys(tables[0].axes)[0];
+  const told = Object.entries({ axis: !first && axis, smooth: smooth || false, log, zoom }).filter(([, value]) => value);
+  const text = new URLSearchParams([...told, ...[...hidden].map((name) => ["hidden", name])]).toString();
+  const address = new URL(location.href);
+  if (text) address.searchParams.set(section.id, text); else address.searchParams.delete(section.id);
+  if (!isStatic && address.href !== location.href) history.replaceState(null, "", address);
 }
 
 function shape(name, attributes, ...inside) {
@@ -67,16 +86,17 @@ function powers(low, high) {
   return [found.findLast(({ at }) => at <= low), found.find(({ at }) => at >= high)]; // the two around
 }
 
-// The points of a line; `smooth` is their exponential moving average, without bias at its beginning.
+// The points of a line; `smooth` is their exponential moving average, without bias at its beginning. What lies rows ago
+// counts as little in a sparse curve as in a dense one.
 function pointsOf(view, { table, name }) {
   const { axes, curves, links } = view.tables[table];
   const curve = curves[name] ?? { i: [] };
   const kept = links?.[name.startsWith("heldout") ? "heldout" : "train"] ?? {};
-  let [sum, weight] = [0, 0];
+  let [sum, weight, before] = [0, 0, curve.i[0] - 1];
   return curve.i.map((row, k) => {
     const y = curve.y[k];
-    sum = view.smooth * sum + (1 - view.smooth) * y;
-    weight = view.smooth * weight + (1 - view.smooth);
+    const left = view.smooth ** (row - before);
+    [sum, weight, before] = [left * sum + (1 - left) * y, left * weight + (1 - left), row];
     return { x: axes[view.axis]?.[row] ?? NaN, y, smooth: sum / weight, low: curve.low?.[k] ?? y, high: curve.high?.[k] ?? y, link: kept[row] };
   }).filter((p) => Number.isFinite(p.x) && (!view.zoom || (p.x >= view.zoom[0] && p.x <= view.zoom[1])));
 }
@@ -111,17 +131,18 @@ function widthOf(text) {
 
 function draw(figure, view, { lines, marks, low, high }) {
   const left = view.left;
+  const width = Math.max(160, Math.round(figure.clientWidth - 20)); // drawn at its size, so that its text is not scaled
+  const right = width - 8;
   const [x0, x1] = rangeOf(view);
-  const toX = (value) => round(left + ((value - x0) / (x1 - x0 || 1)) * (RIGHT - left));
+  const toX = (value) => round(left + ((value - x0) / (x1 - x0 || 1)) * (right - left));
   const place = (value) => round(BOTTOM - ((value - low) / (high - low || 1)) * (BOTTOM - TOP));
-  const along = ticks(x0, x1, [1, 2, 5, 10]).filter(({ at }) => toX(at) < RIGHT - 30 && at !== x1);
+  const along = ticks(x0, x1, [1, 2, 5, 10]);
   const axes = shape("g", { class: "axes" },
     ...marks.flatMap(({ at, label }) => [
-      shape("line", { x1: left, x2: RIGHT, y1: place(at), y2: place(at), class: "grid" }),
+      shape("line", { x1: left, x2: right, y1: place(at), y2: place(at), class: "grid" }),
       words(label, left - 6, place(at) + 3.5, "end")]),
-    ...[...along, { at: x1, label: short(x1) }].map(({ at, label }) =>
-      words(label, toX(at), BOTTOM + 14, toX(at) > RIGHT - 12 ? "end" : "middle")),
-    words(view.axis, (left + RIGHT) / 2, BOTTOM + 28));
+    ...along.map(({ at, label }) => words(label, Math.min(toX(at), width - widthOf(label) / 2), BOTTOM + 16)),
+    words(view.axis, (left + right) / 2, BOTTOM + 29));
   const series = lines.map((line) => {
     const inside = line.points.filter((p) => can(view, p.y));
     const path = (key) => inside.map((p) => `${toX(p.x)},${place(scaled(view, can(view, p[key]) ? p[key] : p.y))}`);
@@ -137,16 +158,16 @@ function draw(figure, view, { lines, marks, low, high }) {
       ...(view.smooth ? [shape("polyline", { class: "line", points: path("smooth").join(" ") })] : []), ...marks);
   });
   const said = `${figure.dataset.title}: arrow keys go along, Enter opens the episodes of a point`;
-  const svg = shape("svg", { class: "chart", viewBox: "0 0 416 190", role: "group", tabindex: 0, "aria-label": said },
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${width} 190`, role: "group", tabindex: 0, "aria-label": said },
     axes, ...series, shape("rect", { class: "zoom", y: TOP, height: BOTTOM - TOP, width: 0 }),
-    shape("g", { class: "hover" }, shape("line", { y1: TOP, y2: BOTTOM }), shape("text", { y: TOP + 8 })));
+    shape("g", { class: "hover" }, shape("line", { y1: TOP, y2: BOTTOM }), shape("rect", { rx: 4 }), shape("text", { y: TOP + 12 })));
   const before = figure.querySelector("svg.chart");
   const focused = before === document.activeElement;
   before?.remove();
   figure.append(svg);
   if (focused) svg.focus();
   const xs = [...new Set(lines.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
-  figure.plot = { view, lines, xs, toX, fromX: (x) => x0 + ((x - left) / (RIGHT - left)) * (x1 - x0) };
+  figure.plot = { view, lines, xs, toX, width, fromX: (x) => x0 + ((x - left) / (right - left)) * (x1 - x0) };
   for (const button of figure.querySelectorAll("[data-curve]")) button.setAttribute("aria-pressed", !view.hidden.has(button.dataset.curve));
 }
 
@@ -163,6 +184,7 @@ function drawAll() {
     const widest = most(panels.flatMap(([, { marks }]) => marks.map(({ label }) => widthOf(label))));
     view.left = Math.max(LEFT, Math.ceil(widest) + 8);
     for (const [figure, panel] of panels) draw(figure, view, panel);
+    keep(section, view);
   }
 }
 
@@ -173,25 +195,29 @@ function hover(section, x) {
     figure.group.classList.toggle("on", x !== undefined);
     if (x === undefined) continue;
     const at = plot.toX(x);
-    const side = at > 230 ? -6 : 6;
+    const side = at > plot.width * 0.55 ? -12 : 12;
     const values = plot.lines.flatMap((line) => {
       const near = closest(line.points.map((p) => p.x), x);
       const point = line.points.find((p) => p.x === near && Math.abs(plot.toX(near) - at) < 12);
       if (!point) return [];
       const smoothed = plot.view.smooth ? ` (smoothed ${short(point.smooth)})` : "";
-      return [shape("tspan", { class: `s${line.colour % 8}`, x: side, dy: 13 }, `  ${line.label} ${short(point.y)}${smoothed}`)];
+      const swatch = shape("tspan", { class: `s${line.colour % 8}` }, "■ ");
+      return [shape("tspan", { x: side, dy: 15 }, swatch, `${line.label} ${short(point.y)}${smoothed}`)];
     });
     const text = figure.group.querySelector("text");
     figure.group.setAttribute("transform", `translate(${at})`);
     text.setAttribute("x", side);
     text.setAttribute("text-anchor", side < 0 ? "end" : "start");
     text.replaceChildren(`${plot.view.axis} ${short(x)}`, ...values);
+    const box = text.getBBox();
+    const card = { x: box.x - 6, y: box.y - 4, width: box.width + 12, height: box.height + 8 };
+    for (const [key, value] of Object.entries(card)) figure.group.querySelector("rect").setAttribute(key, value);
   }
 }
 const figureOf = (event) => event.target.closest?.(".curves svg.chart")?.closest("figure");
 function xAt(figure, event) {
   const box = figure.querySelector("svg.chart").getBoundingClientRect();
-  return closest(figure.plot.xs, figure.plot.fromX(((event.clientX - box.left) / box.width) * 416));
+  return closest(figure.plot.xs, figure.plot.fromX(((event.clientX - box.left) / box.width) * figure.plot.width));
 }
 
 let drag = null; // where a zoom began
@@ -280,8 +306,8 @@ async function picture(figure) {
   const ink = getComputedStyle(figure);
   const names = figure.plot.lines.map((line, k) => shape("tspan", { fill: svg.querySelectorAll(".series>polyline:last-of-type")[k].getAttribute("stroke") }, `   ${line.label}`));
   svg.append(shape("text", { x: 6, y: -6, "font-family": "sans-serif", "font-size": 12, fill: ink.color }, figure.dataset.title, ...names));
-  const size = { width: 1248, height: 630 };
-  for (const [key, value] of Object.entries({ ...size, viewBox: "0 -20 416 210", xmlns: svg.namespaceURI })) svg.setAttribute(key, value);
+  const size = { width: 3 * figure.plot.width, height: 630 };
+  for (const [key, value] of Object.entries({ ...size, viewBox: `0 -20 ${figure.plot.width} 210`, xmlns: svg.namespaceURI })) svg.setAttribute(key, value);
   svg.querySelector(".hover").remove();
   const image = Object.assign(new Image(), { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(svg))}` });
   await image.decode();
@@ -294,5 +320,5 @@ async function picture(figure) {
 }
 
 for (const moment of ["followed", "toggle"]) document.addEventListener(moment, drawAll, true);
-addEventListener("hashchange", drawAll);
+for (const moment of ["hashchange", "resize"]) addEventListener(moment, drawAll);
 drawAll();

@@ -63,8 +63,9 @@ function prepare() {
   const head = page().querySelector("table.group th.chosen");
   if (head) {
     const box = head.closest(".sides");
-    const edge = box.querySelector("thead th").getBoundingClientRect().right; // of the column that stays
-    box.scrollLeft += head.getBoundingClientRect().left - edge - 8;
+    const still = [...box.querySelectorAll("thead th")].filter((one) => getComputedStyle(one).left !== "auto").at(-1);
+    const edge = still.getBoundingClientRect().right; // of the columns that stay: the turns and the best
+    if (head !== still) box.scrollLeft += head.getBoundingClientRect().left - edge - 8;
   }
   const hash = decodeURIComponent(location.hash.slice(1));
   if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");

@@ -94,48 +94,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// --- the list of runs: words to find, the column it is sorted by, runs to compare
-const listing = { words: "", column: null, up: 1, ticked: new Set() };
-
-function list() {
-  for (const table of document.querySelectorAll("table.runs")) {
-    const words = listing.words.toLowerCase().split(/\s+/);
-    const lines = [...table.tBodies[0].rows];
-    for (const line of lines) {
-      line.hidden = !words.every((word) => line.textContent.toLowerCase().includes(word));
-      const tick = line.querySelector("[data-run]");
-      if (tick) tick.checked = listing.ticked.has(tick.dataset.run);
-    }
-    const value = (line) => line.cells[listing.column].dataset.value ?? "";
-    const compared = (a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b);
-    if (listing.column !== null) {
-      lines.sort((a, b) => (value(a) === "") - (value(b) === "") || listing.up * compared(value(a), value(b))); // empty ones last
-      table.tBodies[0].append(...lines);
-    }
-    for (const head of table.querySelectorAll("[data-sort]")) {
-      const way = Number(head.dataset.sort) === listing.column && (listing.up > 0 ? "ascending" : "descending");
-      head.closest("th").setAttribute("aria-sort", way || "none");
-    }
-  }
-  const find = document.getElementById("find");
-  if (find) find.value = listing.words;
-  const compare = document.querySelector(".tools a[href*=compare]");
-  if (compare && !isStatic) compare.search = listing.ticked.size ? `runs=${[...listing.ticked].join(",")}` : "";
-}
-document.addEventListener("input", ({ target }) => {
-  if (target.id === "find") listing.words = target.value;
-  if (target.dataset.run) listing.ticked[target.checked ? "add" : "delete"](target.dataset.run);
-  list();
-});
-document.addEventListener("click", (event) => {
-  const column = event.target.closest("[data-sort]")?.dataset.sort;
-  if (column === undefined) return;
-  Object.assign(listing, { up: listing.column === Number(column) ? -listing.up : 1, column: Number(column) });
-  list();
-});
-document.addEventListener("followed", list);
-list();
-
 // --- a static file: one section at a time
 function showSection() {
   const wanted = decodeURIComponent(location.hash.slice(1));
@@ -165,6 +123,12 @@ function lost(text) {
   wait = text ? Math.min(wait * 2, 30000) : 1500;
 }
 
+// What a fold is called: its title without the numbers in it, and where it stands.
+function called(fold) {
+  const title = fold.querySelector("summary").textContent.replace(/[\d.,]+|s\b/g, "");
+  return [fold.closest("figure")?.dataset.title, fold.closest("article")?.id, title].join(" ");
+}
+
 async function follow() {
   const main = document.getElementById("main");
   if (document.visibilityState === "visible" && !document.querySelector("dialog[open]")) {
@@ -175,13 +139,13 @@ async function follow() {
       if (text && !pressed && !main.querySelector("form.changed, form :focus")) {
         const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
-        const open = [...main.querySelectorAll("details")].map((one) => one.open);
+        const open = new Map();
+        for (const one of main.querySelectorAll("details")) open.set(called(one), [...(open.get(called(one)) ?? []), one.open]);
         const at = [...main.querySelectorAll("tr")].findIndex((line) => line.classList.contains("at"));
         const focus = [...main.querySelectorAll(CONTROLS)].indexOf(document.activeElement);
         main.replaceChildren(...next.childNodes);
         main.dataset.version = next.dataset.version;
-        const folds = [...main.querySelectorAll("details")];
-        if (folds.length === open.length) folds.forEach((one, k) => { one.open = open[k]; });
+        for (const one of main.querySelectorAll("details")) one.open = open.get(called(one))?.shift() ?? one.open;
         if (at >= 0) main.querySelectorAll("tr")[at]?.classList.add("at");
         main.dispatchEvent(new CustomEvent("followed", { bubbles: true }));
         if (focus >= 0) main.querySelectorAll(CONTROLS)[focus]?.focus({ preventScroll: true });
