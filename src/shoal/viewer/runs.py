@@ -341,7 +341,7 @@ def has_checkpoint(run: Path, command: str) -> bool:
 
 def _checkpoint_dir(run: Path) -> Path | None:
     """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
-    elsewhere = Run(run).config().get("checkpoint_dir")
+    elsewhere = Run(run).config().get("checkpoint_dir") if run.is_dir() else None
     return Path(elsewhere) if isinstance(elsewhere, str) else None
 
 
