@@ -235,10 +235,12 @@ def test_groups_without_different_rewards_are_no_trouble_where_episodes_teach_al
     assert titles(rows(**alone), across) == []
     assert titles(rows(**alone), {"algorithm": {"adv_estimator": "rloo"}}) == ["Groups have equal rewards"]
     # an estimator of the user's own, known here or not
-    mine, grouped = ({"algorithm": {"adv_estimator": name}} for name in ("advice-mine", "advice-grouped"))
+    mine, grouped = (
+        {"algorithm": {"adv_estimator": name}} for name in ("test-advice-mine", "test-advice-grouped")
+    )
     assert titles(rows(**alone), mine) == []
-    advantage("advice-mine", replace=True)(lambda played: played.episode_returns)
-    advantage("advice-grouped", replace=True, grouped=True)(lambda played: played.episode_returns)
+    advantage("test-advice-mine", replace=True)(lambda played: played.episode_returns)
+    advantage("test-advice-grouped", replace=True, grouped=True)(lambda played: played.episode_returns)
     assert titles(rows(**alone), mine) == []
     assert titles(rows(**alone), grouped) == ["Groups have equal rewards"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.cli.output import program, to_type
-from shoal.core.run_folder import UNFINISHED, command_of
+from shoal.core.run_folder import UNFINISHED, command_of, whole_rows
 from shoal.viewer.markup import number
 from shoal.viewer.runs import RESULTS, Run, describe, folders, has_checkpoint, resume_words
 
@@ -100,7 +100,9 @@ def resume_command(run: Path, command: str) -> str | None:
 
 def latest_metrics(run: Run) -> dict[str, Any]:
     """The newest value of each metric in the rows of a run; empty where nothing was written."""
-    return {key: value for row in run.rows() for key, value in row.items() if value is not None}
+    path = run.path / "metrics.jsonl"
+    rows = whole_rows(path.read_bytes()) if path.is_file() else []
+    return {key: value for row in rows for key, value in row.items() if value is not None}
 
 
 def _about(path: Path) -> dict[str, Any]:

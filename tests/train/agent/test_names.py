@@ -54,9 +54,8 @@ def test_a_run_goes_on_with_less_memory_or_a_lower_rate(change):
     assert compose_config("demo", [change]).comparable() == compose_config("demo").comparable()
 
 
-@pytest.mark.parametrize("schedule", ["lr_schedule", "kl.schedule"])
-def test_a_run_goes_on_for_longer_unless_what_falls_over_its_iterations_would_be_another(schedule):
-    linear = f"algorithm.{schedule}=linear"
+def test_a_run_goes_on_for_longer_unless_a_rate_that_falls_over_its_iterations_would_be_another():
+    linear = "algorithm.lr_schedule=linear"
     short, long = (compose_config("demo", [linear, f"trainer.iterations={n}"]).comparable() for n in (5, 6))
     assert short != long
 

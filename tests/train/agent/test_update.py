@@ -125,7 +125,7 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
             expected["value_loss"] += max(column["returns"] ** 2, (near - column["returns"]) ** 2) / 2
             expected["rollout_correction_mean"] += column["correction"]
     _, totals = gradient(samples, config, 64)
-    told = totals.metrics(config, critic=True)
+    told = totals.metrics(config, config.kl.coef, critic=True)
     assert {name: told[name] for name in expected} == pytest.approx(
         {name: total / n_tokens for name, total in expected.items()}, rel=1e-5
     )

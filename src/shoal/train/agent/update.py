@@ -95,7 +95,13 @@ class Totals:
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
     def metrics(
-        self, config: Algorithm, kl_coef: float | None, *, policy: bool, critic: bool, entropy: bool
+        self,
+        config: Algorithm,
+        kl_coef: float | None = None,
+        *,
+        policy: bool = True,
+        critic: bool = False,
+        entropy: bool = True,
     ) -> dict[str, float]:
         """Means a token, and means a step for loss and gradient, of what was trained: `policy`, `critic` or both."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
@@ -271,12 +277,13 @@ def update(
     pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
     if not (has_signal or coef or pulls or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
-    holds = None  # what a nat of KL costs
+    holds, kl = None, algorithm.kl  # what a nat of KL costs
     if learner.reference is not None:
         names: tuple[Column, ...] = "rollout_logprobs", "reference_logprobs"
         holds = kl_coef(algorithm, *([sample.columns[name] for sample in samples] for name in names))
-    kl = replace(algorithm.kl, coef=holds or 0.0)
-    learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef, kl=kl))
+        kl = kl if holds == kl.coef else replace(kl, coef=holds)
+    if coef != algorithm.entropy_coef or kl is not algorithm.kl:
+        learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef, kl=kl))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
     if not LOSSES[algorithm.policy_loss].bounds:
         noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
