@@ -67,7 +67,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         # failures, as a filter
         browser.click("a.chip.error")
         browser.until("location.search.includes('outcome=error')")
-        assert browser.run("document.querySelectorAll('table.episodes tbody tr').length") == 1
+        browser.until("document.querySelectorAll('table.episodes tbody tr').length === 1")
         assert HOSTILE[:25] in browser.run("document.querySelector('.causes').textContent")
         browser.open(f"{address}run/0/episodes?file=train-000002.jsonl")
         # a group side by side
