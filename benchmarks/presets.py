@@ -19,7 +19,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO / "src"), str(REPO)]
 
-from benchmarks.stabilisers import Case, Run, lowest_after, read_runs, trained  # noqa: E402
+from benchmarks.stabilisers import Case, Run, lowest_after, read_runs, say, trained  # noqa: E402
 from benchmarks.tables import put, table  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "presets.jsonl"
@@ -94,17 +94,6 @@ def main() -> None:
                 file.write(json.dumps(asdict(done)) + "\n")
             say(done)
     write_table()
-
-
-def say(one: Run) -> None:
-    """One run in words."""
-    lowest = lowest_after(one.success)
-    after = "never 0.95" if lowest is None else f"lowest after 0.95: {lowest:.2f}"
-    words = "" if holds(one) else "  MISSED"
-    print(
-        f"{one.algorithm:12s} seed {one.seed}: held out {one.heldout:.2f}, {after}, {one.cpu_seconds:.0f} CPU s{words}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -348,9 +348,11 @@ def _ahead(run: Run, status: str) -> dict[str, str]:
 
 def _resumed(run: Run, status: str) -> Html | None:
     """The command that goes on with a run that was stopped, where there is something to go on from."""
+    if status not in STOPPED:
+        return None
     made_by = command_of(run.path)
     words = resume_words(run.path, made_by)
-    if words is None or status not in STOPPED or not has_checkpoint(run.path, made_by):
+    if words is None or not has_checkpoint(run.path, made_by):
         return None
     return tag("section", tag("p", "It goes on from its last checkpoint with"), command(["shoal", *words]))
 

@@ -170,7 +170,7 @@ def test_processes_that_are_killed_cost_time_alone(simulation, which, tmp_path):
         assert weights_sha256(trainer.policy.module) == weights
 
 
-def test_a_judge_is_asked_once_an_episode_and_says_the_same_on_any_hosts(tmp_path):
+def test_a_judge_is_asked_as_often_and_says_the_same_on_any_hosts(tmp_path):
     with FakeServer("openai") as server:
         server.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
 

@@ -277,11 +277,11 @@ def update(
     pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
     if not (has_signal or coef or pulls or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
-    holds, kl = None, algorithm.kl  # what a nat of KL costs
-    if learner.reference is not None:
+    kl, is_held = algorithm.kl, learner.reference is not None
+    if is_held and kl.target is not None:
         names: tuple[Column, ...] = "rollout_logprobs", "reference_logprobs"
-        holds = kl_coef(algorithm, *([sample.columns[name] for sample in samples] for name in names))
-        kl = kl if holds == kl.coef else replace(kl, coef=holds)
+        columns = ([sample.columns[name] for sample in samples] for name in names)
+        kl = replace(kl, coef=kl_coef(algorithm, *columns))
     if coef != algorithm.entropy_coef or kl is not algorithm.kl:
         learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef, kl=kl))
     noise = None  # the losses with ratios compare log-probabilities with those of the rollout
@@ -297,7 +297,8 @@ def update(
                 gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
     critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
     summed = totals.over(learner.processes)
-    row = summed.metrics(algorithm, holds, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    told_coef = kl.coef if is_held else None
+    row = summed.metrics(algorithm, told_coef, policy=learns_policy, critic=critic, entropy=tells_entropy)
     if algorithm.entropy_coef and learns_policy:
         row["entropy_bonus"] = coef
     return row
