@@ -38,6 +38,7 @@ test-portable: setup  ## on Linux what other systems run: spawn and pipes
 
 test-browser: setup  ## the viewer in a headless Chromium (installed from Debian's packages if missing)
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps axe-playwright-python==0.1.8  # for its axe-core
 	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)

@@ -39,6 +39,8 @@ class Game(gymnasium.Env[str, int]):
 
     observation_space = Text(200)
     action_names: ClassVar[tuple[str, ...]]
+    own: ClassVar[str] = ""
+    """A line of YAML that only this game needs."""
     instructions: str
     max_steps: int
 
@@ -51,6 +53,7 @@ class Recipe(Game):
     """Four steps in the order that the dish asks for; each right one is paid, a wrong one ends the episode."""
 
     action_names = ("chop", "boil", "fry", "salt", "serve")
+    own = "algorithm: {kl: {target: null}}  # each right step is paid: there is no trap to be held back from\n"
     instructions, max_steps = "Cook the dish: name its next step.", 4
     dishes: ClassVar[dict[str, str]] = {
         "soup": "chop boil salt serve",
@@ -225,9 +228,7 @@ class Kiosk(Game):
 GAMES = {"recipe": Recipe, "maze": Maze, "number": Number, "garden": Garden, "safe": Safe, "kiosk": Kiosk}
 YAML = """\
 defaults: [smollm2, _self_]
-custom_envs:
-  FrozenLakeEnv: null
-  Mine: {{env_type: "real_model:{game}"}}
+custom_envs: {{FrozenLakeEnv: null, Mine: {{env_type: "real_model:{game}"}}}}
 es_manager: {{train: {{env_configs: {{tags: [Mine]}}}}}}
 """
 
@@ -251,7 +252,7 @@ def shoal(*arguments: str) -> tuple[str, float]:
 def train(name: str, seed: int, run: Path, settings: list[str]) -> dict[str, Any]:
     """One run of a game, and its last weights in held-out episodes, sampled greedily."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    (run.parent / f"{name}.yaml").write_text(YAML.format(game=GAMES[name].__name__))
+    (run.parent / f"{name}.yaml").write_text(YAML.format(game=GAMES[name].__name__) + GAMES[name].own)
     _, seconds = shoal(
         "train", "--config-dir", str(run.parent), "--config-name", name, f"seed={seed}", f"run_dir={run}",
         "engine.threads=1", "trainer.tensorboard=false", *settings,

@@ -2,7 +2,9 @@ import errno
 import fcntl
 import json
 import logging
+import logging.config
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -237,7 +239,7 @@ def test_a_training_into_a_folder_in_use_is_refused_in_one_line(tmp_path, capsys
         f"shoal: another run (process {process.pid}) is running on {tmp_path}"
     )
     assert "Traceback" not in out.err
-    assert os.listdir(tmp_path) == [".lock"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "log.txt"]  # of the first one
 
 
 @pytest.mark.slow
@@ -420,3 +422,30 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_failed(
     with RunFolder(tmp_path, "train", 0) as run:
         run.fail(RuntimeError("nan loss"))
     assert "its summary could not be written: [Errno 28] no space" in caplog.text
+
+
+def test_the_log_of_a_run_has_its_command_its_warnings_and_how_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/shoal", "train", "note=a b"])
+    with RunFolder(tmp_path / "other", "train", 0):
+        with RunFolder(tmp_path / "run", "train", 0) as run:
+            logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # as uvicorn does
+            logging.getLogger("shoal.envs").warning("the lake is closed")
+            run.fail(ZeroDivisionError("no fish"))
+        logging.getLogger("shoal.envs").warning("of the other alone")
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    told = [line[20:] for line in lines]  # behind the time
+    assert told[:2] == ["INFO started by: shoal train 'note=a b'", "WARNING the lake is closed"]
+    assert told[2] == "INFO ZeroDivisionError: no fish"
+    assert re.fullmatch(r"INFO failed after [0-9.]+ s", told[-1])
+    assert "of the other alone" in (tmp_path / "other" / "log.txt").read_text()
+    with RunFolder(tmp_path / "run", "train", 0) as run:  # resumed
+        run.finish({})
+    assert (tmp_path / "run" / "log.txt").read_text().count("started by") == 2
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "log.txt").mkdir()
+    with RunFolder(tmp_path, "train", 0) as run:
+        run.append_metrics({"iteration": 1})
+        assert run.finish({})["status"] == "completed"
+    assert capsys.readouterr() == ("", "")

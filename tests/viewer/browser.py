@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -23,6 +24,14 @@ FLAGS = (
 def chromium() -> str | None:
     """Where Chromium is, None if it is not installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def axe() -> str:
+    """axe-core, a script that comes in a wheel; its package, which needs Playwright, is not imported."""
+    package = importlib.util.find_spec("axe_playwright_python")
+    assert package is not None, "axe-core is not installed: `make test-browser` installs it"
+    assert package.origin is not None
+    return Path(package.origin).with_name("axe.min.js").read_text("utf-8")
 
 
 class Browser:
@@ -151,6 +160,12 @@ class Browser:
         )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
+
+    def broken_rules(self) -> list[str]:
+        """What axe-core finds wrong with the accessibility of the page: rule, and element."""
+        self.send("Runtime.evaluate", expression=axe())
+        of_one = "v => v.nodes.map(n => `${v.id} ${n.target} ${n.html}`)"
+        return list(self.run(f"axe.run().then(found => found.violations.flatMap({of_one}))"))
 
     def picture(self, path: Path, most: int = 2600) -> None:
         """The whole page as a PNG."""

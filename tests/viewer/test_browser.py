@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from tests.viewer.test_index import episode
+from tests.viewer.test_pages import FIXTURES
 from tests.viewer.test_server import HOSTILE, make_run
+from tests.viewer.test_split_pages import batch_of
 
 from shoal.core.data import encode_trajectory
 from shoal.viewer.export import export
@@ -194,3 +196,28 @@ def test_no_page_is_wider_than_its_window(browser, demo, tmp_path, width, dark):
                 "getComputedStyle(document.body).color + getComputedStyle(document.body).backgroundColor"
             )
             assert ("rgb(20, 23, 26)" in ink) == dark, path
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_no_violation_on_any_page(browser, demo, tmp_path, width, dark):
+    browser.size(width, dark=dark)
+    other = make_run(tmp_path / "other")
+    sample = batch_of(tmp_path / "split", "click(476, 329)").path
+    episode = "?name=train-000002:1"
+    with served(demo, other, FIXTURES / "skills", sample, FIXTURES / "ppo-torch", cache=tmp_path) as address:
+        browser.open(f"{address}run/0/episodes")
+        browser.until("document.querySelectorAll('a.row-link').length > 0 || (location.reload(), false)")
+        pages = {
+            "": "Runs", "run/0": "demo", "run/0/episodes": "Episodes", f"run/0/episode{episode}": "Episode",
+            f"run/0/group{episode}": "Group", "run/0/log": "Log", "run/2": "skills",
+            "run/2/skill?name=Collect%20Wood": "Collect Wood", "run/3": "split", "run/3/sample?number=0": "Sample 0",
+            "run/4": "ppo-torch", "compare": "Runs compared", "nowhere": "Not here",
+        }  # fmt: skip
+        for path, title in pages.items():
+            browser.open(address + path)
+            assert title in browser.run("document.querySelector('h1').textContent")
+            browser.run("document.querySelectorAll('details').forEach(d => { d.open = true }), true")
+            assert browser.broken_rules() == [], path
+        browser.press("?")
+        assert browser.broken_rules() == []

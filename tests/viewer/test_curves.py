@@ -273,7 +273,7 @@ def test_so_many_points_that_no_call_takes_them_are_drawn(browser, tmp_path):
     browser.problems.clear()
     browser.run(
         "(() => { const section = document.querySelector('.page.shown .curves'), n = 150000;"
-        "const tables = [{name: '', axes: {iteration: [...Array(n).keys()]}, curves: "
+        "const tables = [{name: '', rows: [...Array(n).keys()], axes: {iteration: [...Array(n).keys()]}, curves: "
         "{success: {i: [...Array(n).keys()], y: Array(n).fill(0.5)}}}];"
         "const made = section.cloneNode(true); made.id = 'large'; made.dataset.tables = JSON.stringify(tables);"
         "for (const one of [...made.querySelectorAll('figure, details')].slice(1)) one.remove();"
@@ -357,6 +357,24 @@ def test_the_address_keeps_how_curves_are_looked_at(browser, page):
         choose(browser, name, value)
     browser.click("[data-curve=heldout_success]")
     browser.until("location.search === ''")
+
+
+def test_a_panel_is_enlarged_and_the_address_says_so(browser, page):
+    box = f"{CHART}.querySelector('svg.chart').getBoundingClientRect()"
+    size = f"[{box}.width, {box}.height]"
+    small = browser.run(size)
+    click(browser, f"{CHART}.querySelector('[data-do=large]')")
+    wide, high = browser.run(size)
+    assert wide > 2.5 * small[0]
+    assert high > 2 * small[1]
+    lowest = browser.run(f"Math.max(...{CIRCLES}.map(([x, y]) => y))")
+    assert lowest == pytest.approx(high - 32, abs=1.5)  # 0 stands on the lower end of the larger panel
+    assert "large" in browser.run("location.search")
+    browser.open(browser.run("location.href"))
+    browser.until(f"{CHART}.querySelector('svg.chart') && {size}[1] > {small[1] * 2}")
+    click(browser, f"{CHART}.querySelector('[data-do=large]')")
+    assert browser.run(size) == small
+    assert browser.run("location.search") == ""
 
 
 @pytest.mark.parametrize("width", [400, 1401])

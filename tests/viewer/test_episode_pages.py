@@ -1,5 +1,6 @@
 """Lists, groups and pages of episodes: what their addresses carry and what they show."""
 
+import html
 import re
 import shutil
 from dataclasses import replace
@@ -22,7 +23,7 @@ from shoal.core.data import (
     write_trajectories,
 )
 from shoal.envs import make
-from shoal.viewer.episode_pages import call_tree, drawing, key, readable
+from shoal.viewer.episode_pages import call_tree, chat, drawing, key, readable
 from shoal.viewer.export import export
 from shoal.viewer.group_pages import columns_of, kinds_of
 from shoal.viewer.pages import Site
@@ -123,6 +124,43 @@ def test_a_list_is_filtered_by_its_form_and_sorted_by_its_heads(run):
     head = re.search(r'<a href="([^"]+)" class="sort">turns', falling.body)[1].replace("&amp;", "&")
     assert rows_of(at(site, head)) == [f"train-000001:{k}" for k in (4, 5, 6, 7)]
     assert rows_of(page_for(site, "run/0/episodes", {"text": "nowhere"})) == []
+
+
+def test_a_line_of_a_list_has_the_last_action_or_what_was_found_and_leads_there(run, tmp_path):
+    site = Site([run])
+    assert page_for(site, "run/0/episodes", {}).body.count("<small>Up</small>") == 12
+    hostile = trajectory_of(
+        "Lake", 0, 0, 0, 1, (turn(), turn(response="so <b>lake-side</b>")), True, True, False
+    )
+    write_trajectories(run.path / "trajectories" / "train-000002.jsonl", [hostile])
+    run.index.refresh()
+    [found] = re.findall(
+        r'<a href="([^"]+)">2: (.*?)</a>', page_for(site, "run/0/episodes", {"text": "LAKE-S"}).body
+    )
+    assert found[1] == "so &lt;b&gt;<mark>lake-s</mark>ide&lt;/b&gt;"
+    address, _, jump = html.unescape(found[0]).partition("#")
+    assert jump == "turn-2:~:text=LAKE%2DS"  # a browser marks it there
+    assert "name=train-000002%3A0" in address
+    assert 'id="turn-2"' in at(site, address).body
+
+
+def test_a_prompt_is_its_messages_by_role_and_that_of_the_system_is_folded():
+    made = chat(
+        "<|im_start|>system\nBe <b>good</b>.<|im_end|>\n<|im_start|>user\nGo!<|im_end|>\n<|im_start|>assistant\n"
+    )
+    parts = re.findall(r'<div class="message (\w+)">(.*?)</div></div>|<div class="message', made)
+    assert [kind for kind in re.findall(r'class="message (\w+)"', made)] == ["system", "user", "assistant"]
+    assert parts
+    assert "<details><summary>system</summary>" in made
+    assert "Be &lt;b&gt;good&lt;/b&gt;." in made
+    assert '<b>user</b><div class="text">Go!</div>' in made
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
+    made = chat("<|begin_of_text|>" + head.format("user", "Hi") + head.format("tool", "7"))
+    assert "<pre>&lt;|begin_of_text|&gt;</pre>" in made
+    assert re.findall(r'class="message (\w+)"><b>(\w+)', made) == [("user", "user"), ("other", "tool")]
+    gemma = chat("<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n")
+    assert re.findall(r"<b>(\w+)</b>", gemma) == ["user", "model"]
+    assert chat("no message at <all>") == "<pre>no message at &lt;all&gt;</pre>"
 
 
 def test_causes_and_envs_are_choices_where_there_are_some(run, tmp_path):

@@ -45,6 +45,34 @@ def index(run):
     return EpisodeIndex(run).refresh()
 
 
+def test_what_is_said_where_a_text_is_found_or_else_last(run, index):
+    first = index.find("train-000001:0")
+    assert index.said(first) == (2, "Up")
+    assert index.said(first, "LAKE") == (1, "a lake")
+    assert index.said(first, "nowhere") == (2, "Up")
+    assert index.said(index.find("train-000001:3")) == (0, "")  # it has no turns
+    long = trajectory_of(
+        "Lake", 0, 0, 0, 1, (turn(), turn(response="x" * 50 + "<b>Cod" + "y" * 50)), True, True, False
+    )
+    write_trajectories(run / "trajectories" / "train-000002.jsonl", [long])
+    index.refresh()
+    assert index.said(index.find("train-000002:0"), "<b>cod") == (2, "x" * 30 + "<b>Cod" + "y" * 30)
+    (run / "trajectories" / "train-000002.jsonl").unlink()
+    assert index.said(index.episodes(Filter(file="train-000002.jsonl"))[0]) == (0, "")
+
+
+def test_the_newest_come_first_and_of_them_those_that_are_not_solved(run):
+    names = {"train-000001": (True, False, True), "train-000002": (True, True, False, False)}
+    for name, ends in names.items():
+        made = [episode((float(k),), member=k, success=end) for k, end in enumerate(ends)]
+        write_trajectories(run / "trajectories" / f"{name}.jsonl", made)
+    index = EpisodeIndex(run).refresh()
+    found = [e.name for e in index.episodes(order="newest")]
+    assert set(found[:2]) == {"train-000002:2", "train-000002:3"}
+    assert set(found[2:4]) == {"train-000002:0", "train-000002:1"}
+    assert found[4] == "train-000001:1"
+
+
 def test_it_knows_of_each_episode_what_reading_all_of_them_tells(run, index):
     for file in sorted((run / "trajectories").iterdir()):
         found = index.episodes(Filter(file=file.name))

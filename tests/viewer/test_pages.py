@@ -540,3 +540,39 @@ def test_the_page_of_a_failed_run_says_why(tmp_path, opened):
     (folder / "summary.json").write_text(json.dumps(told))
     body = page_for(Site([opened(folder)]), "run/0", {}).body
     assert '<p class="error">EnvError: no &lt;lake&gt;</p>' in body
+
+
+def test_the_page_of_a_run_has_its_model_estimator_rate_command_and_log(tmp_path, opened):
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(
+        "engine: {name: huggingface, model: smollm2}\nalgorithm: {adv_estimator: gigpo, learning_rate: 0.00003}\n"
+    )
+    body = page_for(Site([opened(folder)]), "run/0", {}).body
+    for name, value in {"model": "smollm2", "estimator": "gigpo", "learning rate": "3e-05"}.items():
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in body
+    assert "/log" not in body
+    lines = [f"2026-01-01 00:00:00 INFO iteration {k}" for k in range(9000)]
+    start = "2026-01-01 00:00:00 INFO started by: shoal train 'note=<b>'"
+    (folder / "log.txt").write_text(
+        "\n".join([start, *lines, start, "2026-01-01 00:00:00 WARNING <i>no</i>"]) + "\n"
+    )
+    site = Site([opened(folder)])
+    body = page_for(site, "run/0", {}).body
+    assert 'data-copy="shoal train &#x27;note=&lt;b&gt;&#x27;"' in body
+    assert 'href="/run/run/log"' in body
+    log = page_for(site, "run/0/log", {}).body
+    assert "WARNING &lt;i&gt;no&lt;/i&gt;" in log
+    shown = re.search(r"<pre[^>]*>(.*?)</pre>", log, re.DOTALL)[1].splitlines()
+    assert shown[0] in lines  # the end of a long one, from the beginning of a line
+    assert 3000 < len(shown) < 9000
+    assert "WARNING &lt;i&gt;no" in export([opened(folder)])
+
+
+def test_a_page_that_compares_long_runs_holds_what_it_draws(tmp_path, opened):
+    for name in ("a", "b"):
+        folder = make_run(tmp_path / name, seed=ord(name))
+        (folder / "config.yaml").write_text(f"engine: {{name: {name}}}\n")
+        rows = [{"iteration": k, "success": k % 7 / 7, "tokens": k * 9} for k in range(20_000)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = page_for(Site([opened(tmp_path / name) for name in ("a", "b")]), "compare", {}).body
+    assert len(body) < 200_000

@@ -26,7 +26,9 @@ from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import finite, refuse_foreign
+from shoal.viewer.markup import duration
 
+terminal = logging.getLogger("shoal.terminal")
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
 FIRST_HEARTBEAT = 10.0
@@ -88,20 +90,6 @@ def came_to_an_end(trajectories: Sequence[Trajectory]) -> None:
 
     for note in whole_episodes(trajectories)[1]:
         print(harmless(note), file=sys.stderr)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words.
-
-    >>> duration(4.2), duration(75), duration(7300)
-    ('4 s', '1 min 15 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def refuse_idle(options: Any, why: str, *names: str) -> None:
@@ -215,6 +203,7 @@ class Progress:
     def say(self, line: str) -> None:
         """A line that stays."""
         self._said = time.monotonic()
+        terminal.info("%s", line)  # into the log of a run
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
@@ -521,7 +510,9 @@ class _ToStandardError(logging.Handler):
 def show_warnings(form: str = "%(levelname)s %(name)s: %(message)s") -> None:
     """Send the library's warnings to standard error; they may quote what an env or a file says."""
     handler = _ToStandardError()
+    handler.setLevel(logging.WARNING)
     handler.setFormatter(_Harmless(form))
+    terminal.setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, duration, print_json, table
+from shoal.cli.grammar import count_of, print_json, table
 from shoal.cli.output import program, to_type
 from shoal.core.run_folder import UNFINISHED, command_of, whole_rows
-from shoal.viewer.markup import number
-from shoal.viewer.runs import RESULTS, Run, describe, folders, has_checkpoint, resume_words
+from shoal.viewer.markup import duration, number
+from shoal.viewer.runs import PARTS, Run, folders, has_checkpoint, resume_words
 
 MORE = """\
 examples:
@@ -96,6 +98,34 @@ def resume_command(run: Path, command: str) -> str | None:
     """
     words = resume_words(run, command)
     return None if words is None else f"{program()} {shlex.join(words)}"
+
+
+RESULTS = (
+    "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
+    "skills_completed", "heldout_reward", "reward_mean",
+)  # fmt: skip
+"""The metric that says how well a run did: the first that it has."""
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the files of a run say of it, for a list of runs; broken ones say nothing."""
+    run, rows = Run(path), None
+    metrics = run.summary().get("metrics")
+    metrics = metrics if isinstance(metrics, dict) else {}
+    name = next((key for key in RESULTS if metrics.get(key) is not None), None)
+    with contextlib.suppress(OSError):
+        rows = (path / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
+    return {
+        "run": str(path),
+        "command": command_of(path),
+        "status": run.status(),
+        "seed": run.seed(),
+        "seconds": run.seconds(),
+        "changed": run.written(*PARTS) or time.time(),  # it may be removed while it is looked at
+        "metric": name,
+        "value": None if name is None else metrics[name],
+        "rows": rows,
+    }
 
 
 def latest_metrics(run: Run) -> dict[str, Any]:

@@ -17,16 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, duration, print_json, refuse_below
+from shoal.cli.grammar import count_of, print_json, refuse_below
 from shoal.cli.output import harmless, program
-from shoal.cli.runs import how_to_go_on, latest_metrics
+from shoal.cli.runs import describe, how_to_go_on, latest_metrics
 from shoal.core.data import ENDINGS, Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import read_summary
 from shoal.viewer.curves import SHARES
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
-from shoal.viewer.markup import ACTION, number
-from shoal.viewer.runs import Run, describe, is_run, points
+from shoal.viewer.markup import ACTION, duration, number
+from shoal.viewer.runs import Run, is_run, points
 
 FIRST = (
     "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",

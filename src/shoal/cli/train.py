@@ -18,7 +18,6 @@ from shoal.cli.grammar import (
     Tracker,
     composed,
     count_of,
-    duration,
     print_json,
     refuse_idle,
     refuse_twice,
@@ -30,6 +29,7 @@ from shoal.cli.grammar import (
 from shoal.cli.output import next_steps, program
 from shoal.cli.runs import how_to_go_on
 from shoal.core.run_folder import read_summary
+from shoal.viewer.markup import duration
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig

@@ -15,12 +15,14 @@ import logging
 import math
 import os
 import platform
+import shlex
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -31,6 +33,9 @@ from shoal.core.files import append_line, read_json, write_bytes, write_json
 logger = logging.getLogger(__name__)
 Event = Callable[[dict[str, Any]], None]
 UNFINISHED = "unfinished.jsonl"
+LOG = "log.txt"
+"""What a run was started by, what it said, its warnings, and how it ended, with a traceback."""
+STARTED = "started by: "
 VERSIONS_OF = ("shoal", "numpy", "gymnasium", "torch", "transformers", "ray")
 
 
@@ -92,7 +97,8 @@ def _noted_command(run: Path) -> str:
 
 
 OF_A_RUN = {
-    ".lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories", "tensorboard", UNFINISHED,
+    ".lock", LOG, "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories", "tensorboard",
+    UNFINISHED,
 }  # fmt: skip
 """Files and folders of runs, of which any run folder has one."""
 
@@ -289,8 +295,9 @@ class RunFolder(Closing):
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
+        self._log: _LogFile | None = None
         self.hold()
-        begun = any(name != ".lock" for name in os.listdir(self.path))
+        begun = set(os.listdir(self.path)) - {".lock", LOG}
         before = _noted_command(self.path) if begun else ""
         if before not in ("", command):
             self.close()
@@ -300,11 +307,21 @@ class RunFolder(Closing):
             )
         if self._lock is not None:
             self._lock.note(command)
+            self._log = _LogFile(self.path / LOG)
+            self.log(f"{STARTED}{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
 
     def close(self) -> None:
         """Let others write the folder; may be called twice."""
+        if self._log is not None:
+            self._log.end()
+            self._log = None
         if self._lock is not None:
             self._lock.release()
+
+    def log(self, text: str) -> None:
+        """Add a line to the log of the run, and of no other one that this process has open."""
+        if self._log is not None:
+            self._log.handle(logging.LogRecord("shoal", logging.INFO, "", 0, text, None, None))
 
     def hold(self) -> None:
         """Check that no other run has the folder, before anything is written into it."""
@@ -395,6 +412,7 @@ class RunFolder(Closing):
             "metrics": finite(dict(metrics)),
         }
         write_json(self.path / "summary.json", summary)
+        self.log(f"{status} after {summary['seconds']:.1f} s")
         if status == "completed":
             self.unfinished_path.unlink(missing_ok=True)
         self.close()
@@ -408,12 +426,38 @@ class RunFolder(Closing):
         """
         if not (self.path / "summary.json").exists():
             try:
+                if not isinstance(error, KeyboardInterrupt):
+                    self.log("".join(traceback.format_exception(error)).rstrip())
                 if isinstance(error, KeyboardInterrupt):
                     self.finish({}, "interrupted")
                 else:
                     self.finish({}, "failed", error=with_frames(error)[:MOST_REASON])
             except (OSError, WorkerError) as other:
                 logger.error("the run failed, and its summary could not be written: %s", other)
+
+
+class _LogFile(logging.Handler):
+    """Adds to a file what shoal says in this process; what cannot be written, on a full disk, is left out."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        self._file: TextIO | None = None
+        with contextlib.suppress(OSError):
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+            logging.getLogger("shoal").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                print(self.format(record), file=self._file, flush=True)
+
+    def end(self) -> None:
+        """Write no more; `close` does nothing, which whoever sets up logging calls of all handlers, as uvicorn does."""
+        logging.getLogger("shoal").removeHandler(self)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 MOST_REASON = 2000

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 def table(
     rows: Rows, axes: Sequence[str], names: Sequence[str], name: str = "", links: Links | None = None
 ) -> dict[str, Any]:
-    """The numbers of a run as a page holds them: whole columns for the x axes, for each metric the rows that it has.
+    """The numbers of a run as a page holds them: of each metric the rows that are drawn, of the x axes those rows.
 
     Args:
         rows: where `x low` and `x high` stand beside a metric `x`, the range between them is shaded.
@@ -64,7 +64,7 @@ def table(
         name: of the run, for several of them.
         links: where the points of training and of held-out metrics lead, by the number of their row.
     """
-    curves = {}
+    curves: dict[str, dict[str, Any]] = {}
     for metric in names:
         there = [i for i, row in enumerate(rows) if metric in row and is_number(row[metric])]
         kept = [there[k] for k in thinned(there, [rows[i][metric] for i in there])]
@@ -74,8 +74,15 @@ def table(
                 for key, column in (("y", metric), ("low", f"{metric} low"), ("high", f"{metric} high"))
                 if column in rows[kept[0]]
             }
-    columns = {axis: [_short(row.get(axis)) for row in rows] for axis in axes}
-    return {"name": name, "axes": columns, "curves": curves, "links": links}
+    at = sorted({i for curve in curves.values() for i in curve["i"]})
+    place = {i: k for k, i in enumerate(at)}
+    for curve in curves.values():
+        curve["i"] = [place[i] for i in curve["i"]]
+    columns = {axis: [_short(rows[i].get(axis)) for i in at] for axis in axes}
+    led = {
+        part: {place[i]: link for i, link in of.items() if i in place} for part, of in (links or {}).items()
+    }
+    return {"name": name, "axes": columns, "rows": at, "curves": curves, "links": led or None}
 
 
 def _short(value: Any) -> Any:
@@ -114,7 +121,10 @@ def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = 
     legend = [tag("button", name, type="button", data_curve=name, class_=style) for name, style in names]
     png = tag("button", "PNG", type="button", data_do="png", title="download this panel as a picture")
     meant = fold("?", words, class_="meaning") if words else None
-    caption = tag("figcaption", tag("b", title), meant, png, tag("span", legend, class_="legend"))
+    large = tag(
+        "button", "⤢", type="button", data_do="large", title="larger, or as it was", aria_label="larger"
+    )
+    caption = tag("figcaption", tag("b", title), meant, large, png, tag("span", legend, class_="legend"))
     drawn = msgspec.json.encode([line._asdict() for line in lines]).decode()
     return tag("figure", caption, data_lines=drawn, data_title=title, data_share=shares)
 

@@ -5,6 +5,7 @@ Pages of an episode or a group carry that part of the address, so that next, pre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -24,8 +25,8 @@ OUTCOMES = {"success": "solved", "failed": "not solved", "truncated": "out of tu
 _PAGES = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """What `page` in an address may be."""
 _HEADS = (
-    ("episode", "file"), ("end", "outcome"), ("reward", "reward"), ("turns", "turns"), ("group.member", "group"),
-    ("tokens", "tokens"), ("invalid", "invalid"), ("iteration", "iteration"), ("env", "env"),
+    ("episode", "file"), ("end", "outcome"), ("said", None), ("reward", "reward"), ("turns", "turns"),
+    ("group.member", "group"), ("tokens", "tokens"), ("invalid", "invalid"), ("iteration", "iteration"), ("env", "env"),
 )  # fmt: skip
 """What the columns are called, and the column of the index that each is sorted by."""
 
@@ -150,9 +151,13 @@ def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, s
         address = site.link(f"{place}/episode", name=e.name, **within)
         name = tag("a", e.name, href=address, class_="row-link", id=e.name) if address else e.name
         group = anchor(site, f"g{e.group}·m{e.member}", f"{place}/group", name=e.name, **within)
-        rows.append((name, ended(e), e.reward, e.turns, group, e.tokens, e.invalid, e.iteration, e.env))
+        said = _said(run, e, address, query.get("text"))
+        rows.append((name, ended(e), said, e.reward, e.turns, group, e.tokens, e.invalid, e.iteration, e.env))
     heads = []
     for title, column in _HEADS:
+        if column is None:
+            heads.append(title)
+            continue
         falling = sorted_by == f"-{column}"
         mark = " ▼" if falling else " ▲" if sorted_by == column else ""
         asked = {**query, "page": None, "order": column if falling else f"-{column}"}
@@ -162,6 +167,17 @@ def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, s
     return table(heads, rows, "episodes")
 
 
+def _said(run: Run, episode: Episode, address: str | None, text: str | None) -> Html:
+    """What stands where the text was found, which is marked, and a link to it; without a text the last action."""
+    turn, said = run.index.said(episode, text)
+    if not text:
+        return tag("small", said)
+    parts = re.split(f"({re.escape(text)})", said, flags=re.IGNORECASE)
+    shown = [tag("mark", part) if k % 2 else part for k, part in enumerate(parts)]
+    turned = quote(text).replace("-", "%2D")  # which has a meaning in what browsers jump to
+    return tag("a", f"{turn}: ", shown, href=f"{address}#turn-{turn}:~:text={turned}" if address else None)
+
+
 def ended(episode: Episode) -> Html:
     """How an episode ended, as a coloured word."""
     return tag("span", OUTCOMES[episode.outcome], class_=f"chip {episode.outcome}", title=episode.error)
@@ -169,7 +185,7 @@ def ended(episode: Episode) -> Html:
 
 def read_filter(query: Mapping[str, str]) -> tuple[Filter, str]:
     """The filter and the order that a link asks for; what it does not say right is a `DataError`."""
-    order = query.get("order", "file")
+    order = query.get("order", "newest")
     if order not in ORDERS and order.removeprefix("-") not in COLUMNS:
         raise DataError(f"the order must be one of {', '.join((*ORDERS, *COLUMNS))}, got {order[:40]!r}")
     return _converted({key: value for key, value in query.items() if value}, Filter), order

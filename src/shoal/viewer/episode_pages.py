@@ -30,6 +30,12 @@ Spell = Callable[[Sequence[int]], list[str]]
 """Token ids to the text of each."""
 LONG = 4
 """Turns from which an episode has an outline and a player."""
+_MESSAGE = re.compile(
+    r"<\|?(?:im_start|start_header_id|start_of_turn)\|?>(\w+)(?:<\|end_header_id\|>)?\s*"
+    r"(.*?)(?:<\|?(?:im_end|eot_id|end_of_turn)\|?>\s*|\Z)",
+    re.DOTALL,
+)
+"""A message in the marks of ChatML (Qwen, SmolLM), Llama 3 or Gemma."""
 _TOOL = re.compile(r"<(tool_call|tool_response)>\s*(.*?)\s*</\1>", re.DOTALL)
 _CALL = 2000
 """Letters of a prompt that the tree of calls shows."""
@@ -194,7 +200,7 @@ def _turn(
     )
     said = tag(
         "div",
-        fold(length, tag("pre", prompt), class_="prompt") if prompt else short,
+        fold(length, chat(prompt), class_="prompt") if prompt else short,
         tag("pre", marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
         tokens,
         did,
@@ -259,6 +265,22 @@ def readable(text: str) -> Html:
         parts += [text[end : match.start()], tag("span", *said, class_="tool")]
         end = match.end()
     return join(*parts, text[end:])
+
+
+def chat(prompt: str) -> Html:
+    """A prompt as its messages by role, that of the system folded; what is in no message as it stands."""
+    parts: list[Html] = []
+    end = 0
+    for match in _MESSAGE.finditer(prompt):
+        role, said = match[1], tag("div", readable(match[2]), class_="text")
+        parts.append(
+            tag("pre", prompt[end : match.start()]) if prompt[end : match.start()].strip() else join()
+        )
+        shown = fold(role, said) if role == "system" else (tag("b", role), said)
+        kind = role if role in ("system", "user", "assistant") else "other"
+        parts.append(tag("div", shown, class_=f"message {kind}"))
+        end = match.end()
+    return join(*parts, tag("pre", prompt[end:]) if prompt[end:].strip() else None)
 
 
 def marked(text: str, valid: bool) -> Html:

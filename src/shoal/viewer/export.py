@@ -73,7 +73,7 @@ def _addresses(site: Site, most: int) -> list[str]:
     found = [""]
     for run in site.runs:
         place = site.place(run)
-        found.append(place)
+        found += [place, f"{place}/log"] if run.log() else [place]
         found += [address_of(f"{place}/skill", name=skill["name"]) for skill in run.skills()["skill"]]
         found += [address_of(f"{place}/sample", number=k) for k in range(min(len(run.samples()), most))]
         files = run.index.files()[-FILES:]

@@ -33,6 +33,8 @@ _ROW = np.dtype(
      ("env", "i4"), ("end", "i4"), ("team", "i8"), ("file", "i4")]
 )  # fmt: skip
 """`env`, `end` (status and error), `team` (episodes of one start) and `file` are numbers in lists of the index."""
+AROUND = 30
+"""Letters beside a text that is found."""
 _NUMBERED = re.compile(r"(?:train|heldout)-(\d+)\.jsonl")
 
 
@@ -235,7 +237,8 @@ class EpisodeIndex:
             values = rows[column][found]
             if column == "env":
                 values = np.argsort(np.argsort(list(self._envs)))[values]  # their order in the alphabet
-            found = found[np.lexsort((-rows["turns"][found], values))]
+            unsolved = rows["outcome"][found] != 0  # of equals, turned round, they come first
+            found = found[np.lexsort((-rows["turns"][found], unsolved, values))]
         return rows, found if order == column else found[::-1]
 
     def _search(self, name: str, file: _File, wanted: Filter) -> Any:
@@ -310,6 +313,26 @@ class EpisodeIndex:
         around = [self._episodes(rows[found[i : i + 1]]) if i >= 0 else [] for i in (k - 1, k + 1)]
         return Place(k, len(found), *(one[0] if one else None for one in around))
 
+    def said(self, episode: Episode, text: str | None = None) -> tuple[int, str]:
+        """A turn, counted from 1, and what stands there: around the first `text`, else its action or answer; the last.
+
+        Turn 0 and nothing where there is none, or the file has changed.
+        """
+        try:
+            turns = getattr(_decoded(self._line(episode), _TEXTS), "turns", [])
+        except OSError:
+            return 0, ""
+        for number, turn in enumerate(turns, 1):
+            for said in (turn.observation, turn.response, turn.action or ""):
+                if text and (at := said.lower().find(text.lower())) >= 0:
+                    return number, said[max(0, at - AROUND) : at + len(text) + AROUND]
+        return len(turns), (turns[-1].action or turns[-1].response)[: 3 * AROUND] if turns else ""
+
+    def _line(self, episode: Episode) -> bytes:
+        with (self.folder / episode.file).open("rb") as file:
+            file.seek(episode.start)
+            return file.read(episode.length)
+
     def group_of(self, episode: Episode, limit: int = 64) -> list[Episode]:
         """The episodes that began in the same state in the same rollout, the episode itself among them."""
         rows = self._table[1]
@@ -372,9 +395,7 @@ class EpisodeIndex:
         """
         path = self.folder / episode.file
         try:
-            with path.open("rb") as file:
-                file.seek(episode.start)
-                line = file.read(episode.length)
+            line = self._line(episode)
             return decode_trajectory(line)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error

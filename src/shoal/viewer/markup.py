@@ -116,6 +116,22 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that is read best.
+
+    >>> [duration(s) for s in (None, 7.484, 75.0, 7500.0)]
+    ['–', '7.5 s', '1 min 15 s', '2 h 5 min']
+    """
+    if seconds is None:
+        return NONE
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 # --- charts
 MOST_POINTS = 600
 """Of a curve; of longer ones the lowest and the highest of each stretch are drawn."""

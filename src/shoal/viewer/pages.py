@@ -28,7 +28,20 @@ from shoal.core.run_folder import command_of, is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
+from shoal.viewer.markup import (
+    NONE,
+    Html,
+    counted,
+    duration,
+    fold,
+    join,
+    number,
+    share,
+    spark,
+    state_class,
+    tag,
+    wide,
+)
 from shoal.viewer.runs import FILMS, PICTURES, Run, has_checkpoint, linked, points, resume_words
 
 EMBEDDED = 4 * 2**20
@@ -36,8 +49,6 @@ EMBEDDED = 4 * 2**20
 NEWEST = 10
 """Files of episodes that a run's page lists unfolded."""
 MOST_DIFFERENCES = 100
-LAST = 500
-"""Rows from which the list of runs takes the last value of each metric."""
 STOPPED = ("unfinished", "interrupted", "failed")
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
@@ -230,9 +241,9 @@ def _cell(cell: Any, side: str | None) -> Html:
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?")
 
 
-def command(words: Sequence[str]) -> Html:
+def command(words: Sequence[str] | str) -> Html:
     """A command line with a button that copies it."""
-    text = shlex.join(words)
+    text = words if isinstance(words, str) else shlex.join(words)
     return tag("p", tag("code", text), tag("button", "copy", type="button", data_copy=text), class_="command")
 
 
@@ -287,11 +298,10 @@ def _known(runs: Sequence[Run]) -> tuple[dict[str, dict[str, str]], list[dict[st
     shared: dict[str, dict[str, str]] = {}
     for run, own in zip(runs, settings, strict=True):
         shared[run.kind] = dict(shared.get(run.kind, own).items() & own.items())
-    known: list[dict[str, Any]] = []
-    for run, own in zip(runs, settings, strict=True):
-        known.append(dict(sorted(own.items() - shared[run.kind].items())))
-        for row in run.rows()[-LAST:]:
-            known[-1] |= {name: value for name, value in row.items() if is_number(value)}
+    known = [
+        dict(sorted(own.items() - shared[run.kind].items())) | run.last_values()
+        for run, own in zip(runs, settings, strict=True)
+    ]
     return shared, known
 
 
@@ -362,20 +372,6 @@ def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:
     return NONE if when is None else time.strftime(shown, time.localtime(when))
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds in the unit that is read best.
-
-    >>> [duration(s) for s in (None, 7.484, 200.0, 7500.0)]
-    ['–', '7.5 s', '3 min 20 s', '2 h 5 min']
-    """
-    if seconds is None:
-        return NONE
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def state(text: str) -> Html:
     """A state as a coloured word."""
     return tag("span", text, class_=f"state {state_class(text)}")
@@ -388,11 +384,14 @@ def overview(site: Site, run: Run) -> Page:
     from shoal.viewer.split_pages import samples_section
 
     rows, summary, config, status = run.rows(), run.summary(), run.config(), run.status()
-    versions = summary.get("versions")
+    versions, known = summary.get("versions"), flattened(config)
     told = {
         "kind": run.kind,
         "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
+        "model": _first(known, "engine.model", "engine.name"),
+        "estimator": _first(known, "algorithm.adv_estimator"),
+        "learning rate": _first(known, "algorithm.learning_rate", "ppo.learning_rate"),
         **_ahead(run, status),
         "rows": len(rows) or None,
         "whole run": duration(run.seconds()) if run.seconds() is not None else None,
@@ -401,6 +400,8 @@ def overview(site: Site, run: Run) -> Page:
     }
     parts = [
         tag("header", tag("h1", run.name, " ", state(status)), facts(told)),
+        command(started) if (started := run.started_by()) else None,
+        anchor(site, "Log", f"{site.place(run)}/log", class_="button") if run.log() else None,
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
         _resumed(run, status),
         advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
@@ -413,6 +414,18 @@ def overview(site: Site, run: Run) -> Page:
         parts.append(files_section(site, run))
     parts.append(_settings(run, summary))
     return Page(run.name, join(*parts), (("runs", site.link("")), (run.name, None)), up=site.link(""))
+
+
+def _first(known: Mapping[str, str], *names: str) -> str | None:
+    """The first of some settings that a run has."""
+    return next((known[name] for name in names if known.get(name, NONE) != NONE), None)
+
+
+def log(site: Site, run: Run) -> Page:
+    """What a run said in the terminal, its warnings, and how it ended."""
+    body = join(tag("h1", "Log of ", run.name), tag("pre", run.log() or "no log", class_="log"))
+    up = site.link(site.place(run))
+    return site.page(run, f"Log of {run.name}", body, ("log", None), ways=(None, None, up))
 
 
 def _envs(config: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,6 @@ import os
 import re
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,15 @@ import msgspec
 
 from shoal.core.configuration import read_settings
 from shoal.core.errors import DataError
-from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, is_number, latest, whole_rows
+from shoal.core.run_folder import (
+    LOG,
+    STARTED,
+    UNFINISHED,
+    FolderLock,
+    is_number,
+    latest,
+    whole_rows,
+)
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -32,8 +39,20 @@ PICTURES = {
     ".webp": "image/webp",
 }
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
-WRITTEN = ("metrics.jsonl", "summary.json", "config.yaml", "state.db", "state.db-wal", "batch/batch.json")
+WRITTEN = (
+    LOG,
+    "metrics.jsonl",
+    "summary.json",
+    "config.yaml",
+    "state.db",
+    "state.db-wal",
+    "batch/batch.json",
+)
 """Files that change as a run goes on."""
+LAST = 500
+"""Rows from which the list of runs takes the last value of each metric."""
+_LOGGED = 200_000
+"""Bytes of a log that are shown, its last."""
 _LARGEST = 64 * 2**20
 """Bytes of a picture that is shown."""
 
@@ -101,11 +120,16 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that are whole, one for each step in their order; of skills as they stand."""
-        return list(self._cached("metrics.jsonl", self._rows_in, []))
+        return list(self._cached("metrics.jsonl", self._rows_in, ([], {}))[0])
 
-    def _rows_in(self, path: Path) -> list[dict[str, Any]]:
+    def last_values(self) -> dict[str, Any]:
+        """The newest number of each metric in the last rows."""
+        return dict(self._cached("metrics.jsonl", self._rows_in, ([], {}))[1])
+
+    def _rows_in(self, path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         rows = whole_rows(path.read_bytes())
-        return rows if self.kind == "skills" else latest(rows, self.x)
+        rows = rows if self.kind == "skills" else latest(rows, self.x)
+        return rows, {name: value for row in rows[-LAST:] for name, value in row.items() if is_number(value)}
 
     def config(self) -> dict[str, Any]:
         """The settings of the run."""
@@ -114,6 +138,15 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """What the run wrote at its end; empty before."""
         return dict(self._cached("summary.json", _object, {}))
+
+    def log(self) -> str:
+        """The end of what the run said, its warnings and errors; empty where nothing was kept."""
+        return str(self._cached(LOG, lambda path: _end_of(path, _LOGGED), ""))
+
+    def started_by(self) -> str | None:
+        """The command line that wrote into the run last, as far as the end of its log goes back."""
+        found = [line for line in self.log().splitlines() if STARTED in line]
+        return found[-1].partition(STARTED)[2] if found else None
 
     def seed(self) -> Any:
         """The seed of the run, None where it is not known."""
@@ -242,6 +275,15 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
     return xs, ys
 
 
+def _end_of(path: Path, most: int) -> str:
+    """The last bytes of a file as text, from the beginning of a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most))
+        text = file.read().decode("utf-8", "replace")
+    return text if size <= most else text.partition("\n")[2]
+
+
 def _object(path: Path) -> dict[str, Any]:
     value = msgspec.json.decode(path.read_bytes())
     return value if isinstance(value, dict) else {}
@@ -291,27 +333,6 @@ def run_folders(asked: Sequence[Path], *, empty: bool = False) -> list[Path]:
     return found
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """What the files of a run say of it, for a list of runs; broken ones say nothing."""
-    run, rows = Run(path), None
-    metrics = run.summary().get("metrics")
-    metrics = metrics if isinstance(metrics, dict) else {}
-    name = next((key for key in RESULTS if metrics.get(key) is not None), None)
-    with contextlib.suppress(OSError):
-        rows = (path / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
-    return {
-        "run": str(path),
-        "command": command_of(path),
-        "status": run.status(),
-        "seed": run.seed(),
-        "seconds": run.seconds(),
-        "changed": run.written(*PARTS) or time.time(),  # it may be removed while it is looked at
-        "metric": name,
-        "value": None if name is None else metrics[name],
-        "rows": rows,
-    }
-
-
 def resume_words(run: Path, command: str) -> list[str] | None:
     """What `shoal` is called with to go on with a run; its settings are those in its folder. None: nothing can.
 
@@ -343,10 +364,3 @@ def _checkpoint_dir(run: Path) -> Path | None:
     """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
     elsewhere = Run(run).config().get("checkpoint_dir") if run.is_dir() else None
     return Path(elsewhere) if isinstance(elsewhere, str) else None
-
-
-RESULTS = (
-    "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
-    "skills_completed", "heldout_reward", "reward_mean",
-)  # fmt: skip
-"""The metric that says how well a run did: the first that it has."""

@@ -153,6 +153,8 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     run = site.run(parts[1])
     if len(parts) == 2:
         return pages.overview(site, run)
+    if parts[2] == "log":
+        return pages.log(site, run)
     if parts[2] == "episodes":
         return episodes(site, run, query)
     if parts[2] == "episode":

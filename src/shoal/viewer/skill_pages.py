@@ -12,8 +12,8 @@ from shoal.core.run_folder import is_number, latest, whole_rows
 from shoal.skills.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
-from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, share, tag, timeline
-from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state, table
+from shoal.viewer.markup import NONE, Html, counted, duration, fold, graph, join, share, tag, timeline
+from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
 from shoal.viewer.runs import Run
 
 Row = dict[str, Any]
@@ -160,7 +160,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
-    of_version = ("version", "", "made from", "env steps", "", "file")
+    of_version = ("version", "in use", "made from", "env steps", "test", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
     none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
     listed = table(of_version, version_rows) if versions else none_yet

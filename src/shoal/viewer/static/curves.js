@@ -1,5 +1,6 @@
 // Curves, drawn from the numbers in the page. The panels of a section share the range of x, the hover line, the settings.
-const [TOP, BOTTOM] = [10, 158];
+const TOP = 10;
+const bottomOf = (figure) => (figure.matches(".large") ? 420 : 158);
 const LEFT = 46; // at least: a section whose labels are longer has more room for them
 const views = new Map(); // the settings of each section, kept in the address and while the page follows its run
 const isStatic = document.body.hasAttribute("data-static");
@@ -21,13 +22,14 @@ function keptOf(section) {
   const zoom = (kept.get("zoom") ?? "").split(",").map(Number);
   return {
     axis: kept.get("axis"), smooth: Math.min(Math.max(Number(kept.get("smooth")) || 0, 0), 0.95), log: kept.has("log"),
-    zoom: zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null, hidden: new Set(kept.getAll("hidden")),
+    zoom: zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null, hidden: new Set(kept.getAll("hidden")), large: new Set(kept.getAll("large")),
   };
 }
-function keep(section, { axis, smooth, log, zoom, hidden, tables }) {
+function keep(section, { axis, smooth, log, zoom, hidden, large, tables }) {
   const first = axis === Object.keys(tables[0].axes)[0];
   const told = Object.entries({ axis: !first && axis, smooth: smooth || false, log, zoom }).filter(([, value]) => value);
-  const text = new URLSearchParams([...told, ...[...hidden].map((name) => ["hidden", name])]).toString();
+  const named = Object.entries({ hidden, large }).flatMap(([key, names]) => [...names].map((name) => [key, name]));
+  const text = new URLSearchParams([...told, ...named]).toString();
   const address = new URL(location.href);
   if (text) address.searchParams.set(section.id, text); else address.searchParams.delete(section.id);
   if (!isStatic && address.href !== location.href) history.replaceState(null, "", address);
@@ -89,14 +91,14 @@ function powers(low, high) {
 // The points of a line; `smooth` is their exponential moving average, without bias at its beginning. What lies rows ago
 // counts as little in a sparse curve as in a dense one.
 function pointsOf(view, { table, name }) {
-  const { axes, curves, links } = view.tables[table];
+  const { axes, rows, curves, links } = view.tables[table];
   const curve = curves[name] ?? { i: [] };
   const kept = links?.[name.startsWith("heldout") ? "heldout" : "train"] ?? {};
-  let [sum, weight, before] = [0, 0, curve.i[0] - 1];
+  let [sum, weight, before] = [0, 0, rows[curve.i[0]] - 1];
   return curve.i.map((row, k) => {
     const y = curve.y[k];
-    const left = view.smooth ** (row - before);
-    [sum, weight, before] = [left * sum + (1 - left) * y, left * weight + (1 - left), row];
+    const left = view.smooth ** (rows[row] - before);
+    [sum, weight, before] = [left * sum + (1 - left) * y, left * weight + (1 - left), rows[row]];
     return { x: axes[view.axis]?.[row] ?? NaN, y, smooth: sum / weight, low: curve.low?.[k] ?? y, high: curve.high?.[k] ?? y, link: kept[row] };
   }).filter((p) => Number.isFinite(p.x) && (!view.zoom || (p.x >= view.zoom[0] && p.x <= view.zoom[1])));
 }
@@ -130,19 +132,19 @@ function widthOf(text) {
 }
 
 function draw(figure, view, { lines, marks, low, high }) {
-  const left = view.left;
+  const [left, bottom] = [view.left, bottomOf(figure)];
   const width = Math.max(160, Math.round(figure.clientWidth - 20)); // drawn at its size, so that its text is not scaled
   const right = width - 8;
   const [x0, x1] = rangeOf(view);
   const toX = (value) => round(left + ((value - x0) / (x1 - x0 || 1)) * (right - left));
-  const place = (value) => round(BOTTOM - ((value - low) / (high - low || 1)) * (BOTTOM - TOP));
+  const place = (value) => round(bottom - ((value - low) / (high - low || 1)) * (bottom - TOP));
   const along = ticks(x0, x1, [1, 2, 5, 10]);
   const axes = shape("g", { class: "axes" },
     ...marks.flatMap(({ at, label }) => [
       shape("line", { x1: left, x2: right, y1: place(at), y2: place(at), class: "grid" }),
       words(label, left - 6, place(at) + 3.5, "end")]),
-    ...along.map(({ at, label }) => words(label, Math.min(toX(at), width - widthOf(label) / 2), BOTTOM + 16)),
-    words(view.axis, (left + right) / 2, BOTTOM + 29));
+    ...along.map(({ at, label }) => words(label, Math.min(toX(at), width - widthOf(label) / 2), bottom + 16)),
+    words(view.axis, (left + right) / 2, bottom + 29));
   const series = lines.map((line) => {
     const inside = line.points.filter((p) => can(view, p.y));
     const path = (key) => inside.map((p) => `${toX(p.x)},${place(scaled(view, can(view, p[key]) ? p[key] : p.y))}`);
@@ -158,9 +160,9 @@ function draw(figure, view, { lines, marks, low, high }) {
       ...(view.smooth ? [shape("polyline", { class: "line", points: path("smooth").join(" ") })] : []), ...marks);
   });
   const said = `${figure.dataset.title}: arrow keys go along, Enter opens the episodes of a point`;
-  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${width} 190`, role: "group", tabindex: 0, "aria-label": said },
-    axes, ...series, shape("rect", { class: "zoom", y: TOP, height: BOTTOM - TOP, width: 0 }),
-    shape("g", { class: "hover" }, shape("line", { y1: TOP, y2: BOTTOM }), shape("rect", { rx: 4 }), shape("text", { y: TOP + 12 })));
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${width} ${bottom + 32}`, role: "group", tabindex: 0, "aria-label": said },
+    axes, ...series, shape("rect", { class: "zoom", y: TOP, height: bottom - TOP, width: 0 }),
+    shape("g", { class: "hover" }, shape("line", { y1: TOP, y2: bottom }), shape("rect", { rx: 4 }), shape("text", { y: TOP + 12 })));
   const before = figure.querySelector("svg.chart");
   const focused = before === document.activeElement;
   before?.remove();
@@ -180,6 +182,7 @@ function drawAll() {
       control[control.type === "checkbox" ? "checked" : "value"] = view[control.dataset.set];
     }
     section.querySelector("[data-do=unzoom]").hidden = !view.zoom;
+    for (const figure of figures(section)) figure.classList.toggle("large", view.large.has(figure.dataset.title));
     const panels = figures(section).map((figure) => [figure, panelOf(view, figure)]);
     const widest = most(panels.flatMap(([, { marks }]) => marks.map(({ label }) => widthOf(label))));
     view.left = Math.max(LEFT, Math.ceil(widest) + 8);
@@ -275,6 +278,10 @@ document.addEventListener("click", (event) => {
   const view = viewOf(button.closest(".curves"));
   const name = button.dataset.curve;
   if (name !== undefined && !view.hidden.delete(name)) view.hidden.add(name);
+  if (button.dataset.do === "large") {
+    const { title } = button.closest("figure").dataset;
+    if (!view.large.delete(title)) view.large.add(title);
+  }
   if (button.dataset.do === "unzoom") view.zoom = null;
   if (button.dataset.do === "csv") save("curves.csv", new Blob([csv(view.tables)], { type: "text/csv" }));
   if (button.dataset.do === "png") picture(button.closest("figure"));
@@ -306,8 +313,9 @@ async function picture(figure) {
   const ink = getComputedStyle(figure);
   const names = figure.plot.lines.map((line, k) => shape("tspan", { fill: svg.querySelectorAll(".series>polyline:last-of-type")[k].getAttribute("stroke") }, `   ${line.label}`));
   svg.append(shape("text", { x: 6, y: -6, "font-family": "sans-serif", "font-size": 12, fill: ink.color }, figure.dataset.title, ...names));
-  const size = { width: 3 * figure.plot.width, height: 630 };
-  for (const [key, value] of Object.entries({ ...size, viewBox: `0 -20 ${figure.plot.width} 210`, xmlns: svg.namespaceURI })) svg.setAttribute(key, value);
+  const high = bottomOf(figure) + 52;
+  const size = { width: 3 * figure.plot.width, height: 3 * high };
+  for (const [key, value] of Object.entries({ ...size, viewBox: `0 -20 ${figure.plot.width} ${high}`, xmlns: svg.namespaceURI })) svg.setAttribute(key, value);
   svg.querySelector(".hover").remove();
   const image = Object.assign(new Image(), { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(svg))}` });
   await image.decode();
