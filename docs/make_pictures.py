@@ -1,19 +1,24 @@
-"""Makes the pictures of the pages: `PYTHONPATH=.:src python docs/make_pictures.py [RUN]` (needs pillow).
+"""Makes the pictures of the pages: `PYTHONPATH=.:src python docs/make_pictures.py …` (needs pillow).
 
-Without RUN the pictures of environments. With a run of the demo, such as runs/demo, those of the viewer, by Chromium.
+Without a word those of environments. By Chromium: with a run of the demo (`runs/demo`) those of the viewer, with `film` its
+animation, with `sheets FOLDER RUN RUN …` six pages in both themes and two widths.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from tests.viewer.browser import Browser
 
 from shoal.envs import make
 from shoal.envs.pictures import TILE, picture_of
@@ -22,13 +27,18 @@ DOCS = Path(__file__).parent
 FOLDER = DOCS / "pictures"
 SIZE = 940, 660
 """Of the window of the viewer."""
+EPISODE = "name=train-000010:3"
 VIEWS = {
-    "viewer-run.png": "run/0",
-    "viewer-episodes.png": "run/0/episodes?file=train-000010.jsonl&order=best",
-    "viewer-group.png": "table.episodes a[href*='/group']",
-    "viewer-episode.png": "table.group thead a",
+    "viewer-run": "run/0",
+    "viewer-episodes": "run/0/episodes?file=train-000010.jsonl&order=best",
+    "viewer-group": f"run/0/group?{EPISODE}",
+    "viewer-episode": f"run/0/episode?{EPISODE}",
 }
-"""Pictures of the viewer, in the order in which one goes to them: an address, or a link of the page before."""
+"""Pictures of the viewer, and what they show."""
+SHEETS = {
+    "home": "", "run": "run/0", "episodes": "run/0/episodes", "episode": f"run/0/episode?{EPISODE}",
+    "group": f"run/0/group?{EPISODE}", "compare": "compare",
+}  # fmt: skip
 
 
 def beside(pictures: list[np.ndarray]) -> Image.Image:
@@ -75,43 +85,100 @@ def environments() -> None:
     beside(shown).save(FOLDER / "frozen_lake.png", optimize=True)
 
 
-def viewer(run: str) -> None:
-    """Pages of a run as `shoal view` shows them, and all of them as an animation."""
-    from tests.viewer.browser import Browser
-
-    frames = []
-    # A command shown has the run's full path, which is that of this machine.
-    shorter = f"code.textContent = code.textContent.replace({str(Path(run).resolve())!r}, 'runs/demo')"
+@contextlib.contextmanager
+def opened(*runs: str) -> Iterator[tuple[Browser, str]]:
+    """A browser, and the address at which `shoal view` serves the runs."""
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
-        shot = Path(folder) / "shot.png"
-        words = [sys.executable, "-m", "shoal", "view", run]
+        words = [sys.executable, "-m", "shoal", "view", *runs]
         env = os.environ | {"XDG_STATE_HOME": folder}
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as server:
             assert server.stdout is not None
             home = server.stdout.readline().split()[-1]
-            browser.size(*SIZE)
+            time.sleep(3)  # the episodes are read
             browser.send("Emulation.setScrollbarsHidden", hidden=True)
-            for name, place in VIEWS.items():
-                if place.startswith("run/"):
-                    browser.open(home + place)
-                else:
-                    before = browser.run("location.href")
-                    browser.click(place)
-                    browser.until(f"location.href !== {before!r} && document.readyState === 'complete'")
-                browser.run("window.scrollTo(0, 0)")
-                browser.run(f"document.querySelectorAll('code').forEach(code => {{ {shorter} }})")
-                browser.picture(shot, SIZE[1])
-                image = Image.open(shot).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-                image.save(FOLDER / name, optimize=True)
-                frames.append(image.convert("RGB").quantize(32, dither=Image.Dither.NONE))
+            yield browser, home
             server.send_signal(signal.SIGINT)
-    film = DOCS / "images" / "viewer.gif"
-    frames[0].save(film, save_all=True, append_images=frames[1:], duration=2200, loop=0, optimize=True)
+
+
+def shot(browser: Browser, height: int) -> Image.Image:
+    """The upper part of the page, without the folders of this machine."""
+    shorter = f"code.textContent = code.textContent.replaceAll({str(Path.cwd())!r} + '/', '')"
+    browser.run(f"document.querySelectorAll('code').forEach(code => {{ {shorter} }})")
+    with tempfile.TemporaryDirectory() as folder:
+        browser.picture(Path(folder) / "shot.png", height)
+        return Image.open(Path(folder) / "shot.png").convert("RGB")
+
+
+def save(image: Image.Image, path: Path, colours: int = 128) -> None:
+    image.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def viewer(run: str) -> None:
+    """Pages of a run as `shoal view` shows them, light and dark."""
+    with opened(run) as (browser, home):
+        for name, place in VIEWS.items():
+            for theme in ("light", "dark"):
+                browser.size(*SIZE, dark=theme == "dark")
+                browser.open(home + place)
+                save(shot(browser, SIZE[1]), FOLDER / f"{name}-{theme}.png", 64)
+
+
+def sheets(folder: Path, *runs: str) -> None:
+    """Six pages, each light and dark, wide and narrow, on one sheet a page."""
+    with opened(*runs) as (browser, home):
+        for name, place in SHEETS.items():
+            sheet = Image.new("RGB", (2 * (700 + 200) + 3 * 10, 450), "white")
+            at = 0
+            for width in (1400, 400):
+                for dark in (False, True):
+                    browser.size(width, dark=dark)
+                    browser.open(home + place)
+                    image = Image.new("RGB", (width, 900))
+                    image.paste(shot(browser, 900), (0, 0))
+                    sheet.paste(image.resize((width // 2, 450), Image.Resampling.LANCZOS), (at, 0))
+                    at += width // 2 + 10
+            save(sheet, folder / f"viewer-{name}.png")
+
+
+def film(seconds: int = 12) -> None:
+    """The page of a run of the demo while it learns."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "demo"
+        words = [sys.executable, "-m", "shoal", "train", "--config-name", "demo", f"run_dir={run}"]
+        frames: list[Image.Image] = []
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training:
+            rows = run / "metrics.jsonl"
+            while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+                time.sleep(0.2)
+            with opened(str(run)) as (browser, home):
+                browser.size(940, 700)
+                browser.open(f"{home}run/0")
+                known = 0
+                while training.poll() is None or known < rows.read_bytes().count(b"\n"):
+                    time.sleep(0.2)
+                    if (written := rows.read_bytes().count(b"\n")) > known:
+                        known = written
+                        time.sleep(1.7)  # the page asks every 1.5 s
+                        frames.append(shot(browser, 700))
+        last = len(frames) * 2 // 3  # the rest of the time shows the end
+        each = 1000 * seconds // (len(frames) + last)
+        colours = frames[-1].quantize(256, dither=Image.Dither.NONE)
+        small = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+        times = [each] * (len(small) - 1) + [each * (last + 1)]
+        small[0].save(
+            DOCS / "images" / "viewer.gif",
+            save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    if len(sys.argv) > 1:
-        viewer(sys.argv[1])
-    else:
-        environments()
+    match sys.argv[1:]:
+        case []:
+            environments()
+        case ["film"]:
+            film()
+        case ["sheets", folder, *runs]:
+            sheets(Path(folder), *runs)
+        case [run]:
+            viewer(run)

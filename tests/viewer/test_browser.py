@@ -71,7 +71,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.until("location.search.includes('outcome=error')")
         browser.until("document.querySelectorAll('table.episodes tbody tr').length === 1")
         assert HOSTILE[:25] in browser.run("document.querySelector('.causes').textContent")
-        browser.open(f"{address}run/0/episodes?file=train-000002.jsonl")
+        browser.open(f"{address}run/0/episodes?file=train-000002.jsonl&order=file")
         # a group side by side
         browser.click("table.episodes a[href*='/group']")
         browser.until("document.querySelectorAll('table.group thead th').length > 8")

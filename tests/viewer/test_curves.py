@@ -121,7 +121,7 @@ def test_kept_points_are_ringed_and_lead_to_their_episodes_by_mouse_and_by_keybo
     for _ in range(4):
         browser.run(arrow % "ArrowRight")
     assert browser.run(f"{CHART}.querySelector('.hover text').textContent") == (
-        "iteration 3■ success 0.75■ heldout_success 0.5"
+        "iteration 3■ success 0.75■ held-out success 0.5"
     )
     browser.run(arrow % "Enter")
     browser.until("location.search === '?file=train-000003.jsonl'")
@@ -327,7 +327,7 @@ def test_the_x_axis_can_be_tokens_or_time_and_a_curve_can_be_hidden_while_the_pa
     choose(browser, "axis", "tokens")
     # 0, 100, 400, 900, 1600 of 1600 over 362: 46, 68.6, 136.5, 249.6, 408
     assert [x for x, _ in browser.run(CIRCLES)] == [46, 68.6, 136.5, 249.6, 408]
-    browser.click("[data-curve=heldout_success]")
+    browser.click("[data-curve='held-out success']")
     browser.until(f"!{CHART}.querySelector('.s1.series')")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 5, "success": 1.0, "heldout_success": 0.5, "tokens": 3200}\n')
@@ -335,7 +335,7 @@ def test_the_x_axis_can_be_tokens_or_time_and_a_curve_can_be_hidden_while_the_pa
     assert [x for x, _ in browser.run(CIRCLES)][-1] == 408
     assert browser.run("document.querySelector('[data-set=axis]').value") == "tokens"
     assert browser.run(f"{CHART}.querySelector('.s1.series')") is None
-    assert browser.run("document.querySelector('[data-curve=heldout_success]').ariaPressed") == "false"
+    assert browser.run("document.querySelector('[data-curve=held-out\\\\ success]').ariaPressed") == "false"
     choose(browser, "axis", "seconds")
     assert [x for x, _ in browser.run(CIRCLES)] == [46, 136.5, 227, 317.5, 408]
 
@@ -344,7 +344,7 @@ def test_the_address_keeps_how_curves_are_looked_at(browser, page):
     choose(browser, "axis", "tokens")
     choose(browser, "smooth", "0.5")
     choose(browser, "log", True)
-    browser.click("[data-curve=heldout_success]")
+    browser.click("[data-curve='held-out success']")
     drag(browser, on_chart(browser, 2, 60), on_chart(browser, 2, 300))
     browser.until("!document.querySelector('[data-do=unzoom]').hidden")
     shown, drawn = browser.run("location.href"), browser.run("document.querySelector('.panels').innerHTML")
@@ -355,7 +355,7 @@ def test_the_address_keeps_how_curves_are_looked_at(browser, page):
     assert browser.run("document.querySelector('[data-set=log]').checked")
     for name, value in (("axis", "iteration"), ("smooth", "0"), ("log", False)):
         choose(browser, name, value)
-    browser.click("[data-curve=heldout_success]")
+    browser.click("[data-curve='held-out success']")
     browser.until("location.search === ''")
 
 

@@ -262,7 +262,8 @@ def test_a_group_without_a_difference_has_no_negative_zero(run):
     assert ">-0<" not in body
     assert "every advantage is 0" in body
     assert 'data-do="colour"' not in body
-    assert 'data-do="colour"' in key(0.5)
+    write_advantages(kept, [[[0.5 - k % 2] * 3] * (2 + k % 4) for k in range(12)])
+    assert 'data-do="colour"' in page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
     assert "-0.5" in key(0.5)
 
 

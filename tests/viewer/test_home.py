@@ -105,8 +105,8 @@ def test_every_kind_of_run_has_its_env_its_result_and_how_long_it_took(tmp_path,
     lines = lines_of(page_for(Site([*runs, opened(tmp_path / "split")]), "", {}).body)
     told = {line["run"]: (line["kind"], line["env"], line["result"], line["took"]) for line in lines}
     assert told == {
-        "agent": ("agent", "BanditEnv", "0.5 heldout_success", "3.2 s"),
-        "ppo-torch": ("ppo", "Pendulum-v1", "-1298 eval_return_mean", "1.5 s"),
+        "agent": ("agent", "BanditEnv", "0.5 held-out success", "3.2 s"),
+        "ppo-torch": ("ppo", "Pendulum-v1", "-1298 eval return mean", "1.5 s"),
         "skills": ("skills", "crafting", "1 of 1 skill", "2.8 s"),
         "split": ("split", "–", "2 samples", "–"),
     }
@@ -264,7 +264,6 @@ def test_a_ppo_run_shows_its_film_and_the_time_of_the_whole_run(tmp_path, opened
     body = page(opened(folder))
     assert '<img src="/run/ppo/file?name=video.gif"' in body
     assert "<dt>whole run</dt><dd>1.5 s</dd>" in body
-    assert "after seconds of training" in body
     assert "mean and deviation of the return of --eval-episodes evaluation episodes" in body
 
 

@@ -484,7 +484,7 @@ def test_rows_that_stand_twice_or_out_of_order_are_one_curve(tmp_path, opened):
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[2], *rows[:2], again, *odd, '{"iterat']))
     assert [(row["iteration"], row["success"]) for row in run.rows()] == [(0, 0.0), (1, 0.75), (2, 0.2)]
-    assert "<b>0.5</b> <small>heldout_success</small>" in page_for(Site([run]), "/", {}).body
+    assert "<b>0.5</b> <small>held-out success</small>" in page_for(Site([run]), "/", {}).body
 
 
 def test_failed_episodes_are_left_out_of_means_as_metrics_leave_them_out(tmp_path, opened):
@@ -563,7 +563,7 @@ def test_the_page_of_a_run_has_its_model_estimator_rate_command_and_log(tmp_path
     log = page_for(site, "run/0/log", {}).body
     assert "WARNING &lt;i&gt;no&lt;/i&gt;" in log
     shown = re.search(r"<pre[^>]*>(.*?)</pre>", log, re.DOTALL)[1].splitlines()
-    assert shown[0] in lines  # the end of a long one, from the beginning of a line
+    assert shown[1] in lines  # the end of a long one
     assert 3000 < len(shown) < 9000
     assert "WARNING &lt;i&gt;no" in export([opened(folder)])
 

@@ -308,7 +308,7 @@ class RunFolder(Closing):
         if self._lock is not None:
             self._lock.note(command)
             self._log = _LogFile(self.path / LOG)
-            self.log(f"{STARTED}{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+            self.log(f"{STARTED}{_command_line()}")
 
     def close(self) -> None:
         """Let others write the folder; may be called twice."""
@@ -434,6 +434,13 @@ class RunFolder(Closing):
                     self.finish({}, "failed", error=with_frames(error)[:MOST_REASON])
             except (OSError, WorkerError) as other:
                 logger.error("the run failed, and its summary could not be written: %s", other)
+
+
+def _command_line() -> str:
+    """What started this process, as it can be typed."""
+    first = Path(sys.argv[0])
+    program = ["python", "-m", first.parent.name] if first.name == "__main__.py" else [first.name]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 class _LogFile(logging.Handler):

@@ -91,6 +91,11 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
+def spoken(name: str) -> str:
+    """A metric as people call it."""
+    return name.replace("heldout", "held-out").replace("_", " ")
+
+
 TOOLS = Html(
     '<label>smoothing <input type="range" min="0" max="0.95" step="0.05" value="0" data-set="smooth"></label>'
     '<label><input type="checkbox" data-set="log"> log scale</label>'
@@ -117,8 +122,18 @@ def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = 
     """One panel: its title, what its metrics mean, a legend whose names hide their curves."""
     told = {line.name: said for line in lines if (said := meaning(kind, line.name))}
     words = [tag("p", tag("b", name), ": ", text) for name, text in told.items()]
-    names = [(line.label, f"key s{line.colour % 8}") for line in lines]
-    legend = [tag("button", name, type="button", data_curve=name, class_=style) for name, style in names]
+    legend = [
+        tag(
+            "button",
+            one.label,
+            type="button",
+            data_curve=one.label,
+            title=one.name,
+            class_=f"key s{one.colour % 8}",
+        )
+        for one in lines
+        if len(lines) > 1 or one.table
+    ]
     png = tag("button", "PNG", type="button", data_do="png", title="download this panel as a picture")
     meant = fold("?", words, class_="meaning") if words else None
     large = tag(
@@ -139,7 +154,7 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
     panels, first = [], set()
     for title, shown in PANELS.get(kind, ()):
         first |= set(shown)
-        lines = [Line(name, name, colour) for colour, name in enumerate(shown) if name in names]
+        lines = [Line(name, spoken(name), colour) for colour, name in enumerate(shown) if name in names]
         panels += [figure(title, lines, kind, shares=set(shown) <= set(SHARES))] if lines else []
     groups: dict[str, list[str]] = {heading: [] for heading in _sentences().get(kind, {})}
     constants = []

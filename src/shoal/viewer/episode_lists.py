@@ -226,8 +226,10 @@ def within_list(site: Site, query: Mapping[str, str]) -> dict[str, str]:
     return {key: query[key] for key in (*Filter.__dataclass_fields__, "order") if query.get(key)}
 
 
-def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]) -> tuple[Html, Ways]:
-    """Arrows to the episodes or groups (`kind`) before and behind in the list that one came from, and up to it.
+def steps(
+    site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str], *buttons: Html | None
+) -> tuple[Html, Ways]:
+    """Arrows to the episodes or groups (`kind`) before and behind in the list that one came from, up to it; `buttons`.
 
     Without a list in the address it is the file.
     """
@@ -250,4 +252,5 @@ def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str,
     told = ", ".join(f"{key.replace('_', ' ')} {value[:40]}" for key, value in came.items())
     ways = before, behind, up
     place_in_list = tag("small", f"{where} ({told})") if site.only is None else None
-    return arrows("in the list", ways, tag("a", "↑ list", href=up, class_="button"), place_in_list), ways
+    first = tag("a", "↑ list", href=up, class_="button")
+    return arrows("in the list", ways, first, *buttons, place_in_list), ways

@@ -78,8 +78,9 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     broke = f"{why}: {episode.error or 'no cause was recorded'}"
     aside = f"Its group of {len(members)}, side by side"
     beside = anchor(site, aside, f"{place}/group", class_="button", name=name, **within_list(site, query))
-    arrows, ways = steps(site, run, "episode", episode, query)
     has_colours = spell or any(call.logprobs for call in trajectory.calls)
+    buttons = beside if versus else None, COLOURS if has_colours and largest else None
+    arrows, ways = steps(site, run, "episode", episode, query, *buttons)
     turns = [
         _turn(site, run, k, trajectory, spell, turn_number, strips[k]) for k in range(len(trajectory.turns))
     ]
@@ -87,11 +88,9 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     head = tag(
         "header",
         tag("h1", "Episode ", episode.name, " ", ended(episode)),
-        arrows,
         facts(told),
         tag("p", broke, class_="error") if episode.status != "ok" or episode.error else None,
         [tag("p", line, class_="hint") for line in requests],
-        tag("p", beside) if versus else None,
         command(["shoal", "replay", str(run.path), episode.name]),
         key(largest if known else None) if has_colours else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
@@ -113,13 +112,17 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         )
     file = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
-    return site.page(run, f"Episode {episode.name}", join(head, turns, nothing), *behind, ways=ways)
+    return site.page(run, f"Episode {episode.name}", join(arrows, head, turns, nothing), *behind, ways=ways)
 
 
 def compared(members: Sequence[Episode]) -> tuple[float, float]:
     """Mean and standard deviation of the rewards that an update compares: those of whole episodes, if there are any."""
     rewards = [m.reward for m in members if m.status == "ok"] or [m.reward for m in members]
     return statistics.fmean(rewards), statistics.pstdev(rewards)
+
+
+_BY = [tag("b", kind, class_=f"by-{kind}") for kind in ("probability", "advantage")]
+COLOURS = tag("button", "colours show the ", _BY, type="button", data_do="colour", title="change it (a)")
 
 
 def key(largest: float | None) -> Html:
@@ -139,9 +142,7 @@ def key(largest: float | None) -> Html:
     values = ((0, f"{-largest:.3g}"), (4, "0"), (9, f"{largest:+.3g}"))
     by_worth = [tag("span", text, class_=f"token plain p{k}") for k, text in values]
     worth = tag("p", "advantage of a token: ", by_worth, class_="key-line worth")
-    on = [tag("b", kind, class_=f"by-{kind}") for kind in ("probability", "advantage")]
-    button = tag("button", "colours show the ", on, type="button", data_do="colour", title="change it (a)")
-    return join(chance, worth, tag("p", button))
+    return join(chance, worth)
 
 
 def _overview(site: Site, turns: Sequence[Turn]) -> Html:
@@ -183,9 +184,8 @@ def _turn(
     short = tag("small", length, class_="prompt")
     drawn = _image(site, run, turn.image) or drawing(turn.observation)
     saw = tag("pre", readable(turn.observation), class_="saw")
-    above = (
-        turn.action_is_valid and turn.action == turn.response
-    )  # of a program: only the player shows it again
+    # what the answer says in its mark, or is, only the player shows again
+    above = turn.action_is_valid and f">{turn.action}<" in f">{turn.response}<"
     words = "did" if turn.action_is_valid else "did invalid"
     did = tag("p", "→ ", tag("b", verdict), class_=words, hidden=above)
     head = tag(

@@ -95,6 +95,8 @@ def number(value: Any, digits: int = 4) -> str:
     """
     if value is None:
         return NONE
+    if isinstance(value, str):
+        return value
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -211,12 +211,8 @@ def facts(pairs: Mapping[str, Any]) -> Html:
     """Names and values in a row."""
     shown = [(key, value) for key, value in pairs.items() if value is not None]
     return tag(
-        "dl", [tag("div", tag("dt", key), tag("dd", _value(value))) for key, value in shown], class_="facts"
+        "dl", [tag("div", tag("dt", key), tag("dd", number(value))) for key, value in shown], class_="facts"
     )
-
-
-def _value(value: Any) -> Any:
-    return value if isinstance(value, str) else number(value)
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
@@ -229,16 +225,16 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") 
 
 
 def _side(cells: Sequence[Any]) -> str | None:
-    texts = [re.sub("<[^>]*>", "", str(_value(cell))) for cell in cells]
+    texts = [re.sub("<[^>]*>", "", str(number(cell))) for cell in cells]
     return "n" if all(text == NONE or _NUMBER.fullmatch(text) for text in texts) else None
 
 
 def _cell(cell: Any, side: str | None) -> Html:
-    shown = _value(cell)
+    shown = number(cell)
     return tag("td", shown, class_="n zero" if side and shown in ("0", "0.0%") else side)
 
 
-_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?")
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?( ± [\d,.]+(e[-+]?\d+)?)?")
 
 
 def command(words: Sequence[str] | str) -> Html:
@@ -309,12 +305,16 @@ def _cells(site: Site, run: Run) -> list[Html]:
     """The cells of a run in the list, each with what it is sorted by."""
     rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
     found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
-    name, values = next(((name, values) for name, values in found if values), (None, []))
+    name, values = next(((name, values) for name, values in found if values), ("", []))
     worst = advise(rows, run.config())[:1]
     word = tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else NONE
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
-    result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
+    result = (
+        join(tag("b", number(values[-1])), " ", tag("small", curves.spoken(name)))
+        if values
+        else _counted_result(run)
+    )
     told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run, status).items()]
     ahead = tag("small", ", ".join(told)) if told else None
     can_be_ticked = site.only is None and run.kind in PANELS
@@ -409,7 +409,7 @@ def overview(site: Site, run: Run) -> Page:
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)
     parts.append(own(site, run) if own else _curves(site, run, rows))
     if run.kind == "ppo":
-        parts += [media(site, run), evaluations(rows)]
+        parts.append(media(site, run))
     if run.index.files():
         parts.append(files_section(site, run))
     parts.append(_settings(run, summary))
@@ -462,17 +462,6 @@ def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
         shown = ", ".join(at if len(at) < 13 else [*at[:10], "…", at[-1]])
         said += [f"Ringed points open the {name} episodes of iteration {shown}."] if at else []
     return curves.of_a_run(run.kind, rows, x, links, " ".join(said) or None)
-
-
-def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
-    """The evaluations of a PPO run as a table."""
-    found = [row for row in rows if is_number(row.get("eval_return_mean"))]
-    if not found:
-        return None
-    heads = ("steps", "mean return", "standard deviation", "after seconds of training")
-    names = ("steps", "eval_return_mean", "eval_return_std", "seconds")
-    lines = [[row.get(name) for name in names] for row in found[-12:]]
-    return tag("section", tag("h2", "Evaluations"), table(heads, lines))
 
 
 def media(site: Site, run: Run) -> Html | None:
@@ -568,10 +557,16 @@ def _compared(runs: Sequence[Run], kind: str) -> Html:
     for metric in metrics:
         there = [k for k, one in enumerate(tables) if metric in one["curves"]]
         lines = [Line(metric, team_names[k], k, k) for k in there]
-        panels += [curves.figure(metric, lines, kind, shares=metric in SHARES)] if lines else []
+        panels += (
+            [curves.figure(curves.spoken(metric), lines, kind, shares=metric in SHARES)] if lines else []
+        )
     title = {"agent": "Agents", "ppo": "PPO"}[kind]
     said = "Runs that differ by their seed alone are one curve: their mean, and the range of all."
-    first = [table(("runs", *shown), rows), tag("div", panels, class_="panels"), _differences(teams)]
+    first = [
+        table(("runs", *map(curves.spoken, shown)), rows),
+        tag("div", panels, class_="panels"),
+        _differences(teams),
+    ]
     return curves.section(title, f"compared-{kind}", tables, *first, said=said)
 
 

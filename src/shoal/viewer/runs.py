@@ -52,7 +52,7 @@ WRITTEN = (
 LAST = 500
 """Rows from which the list of runs takes the last value of each metric."""
 _LOGGED = 200_000
-"""Bytes of a log that are shown, its last."""
+"""Letters of a log that are shown, its last."""
 _LARGEST = 64 * 2**20
 """Bytes of a picture that is shown."""
 
@@ -141,7 +141,7 @@ class Run:
 
     def log(self) -> str:
         """The end of what the run said, its warnings and errors; empty where nothing was kept."""
-        return str(self._cached(LOG, lambda path: _end_of(path, _LOGGED), ""))
+        return str(self._cached(LOG, lambda path: path.read_text("utf-8", "replace")[-_LOGGED:], ""))
 
     def started_by(self) -> str | None:
         """The command line that wrote into the run last, as far as the end of its log goes back."""
@@ -273,15 +273,6 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
             xs.append(float(a))  # type: ignore[arg-type]
             ys.append(float(b))  # type: ignore[arg-type]
     return xs, ys
-
-
-def _end_of(path: Path, most: int) -> str:
-    """The last bytes of a file as text, from the beginning of a line."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - most))
-        text = file.read().decode("utf-8", "replace")
-    return text if size <= most else text.partition("\n")[2]
 
 
 def _object(path: Path) -> dict[str, Any]:

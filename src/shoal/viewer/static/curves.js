@@ -31,8 +31,9 @@ function keep(section, { axis, smooth, log, zoom, hidden, large, tables }) {
   const named = Object.entries({ hidden, large }).flatMap(([key, names]) => [...names].map((name) => [key, name]));
   const text = new URLSearchParams([...told, ...named]).toString();
   const address = new URL(location.href);
+  if (isStatic || (address.searchParams.get(section.id) ?? "") === text) return;
   if (text) address.searchParams.set(section.id, text); else address.searchParams.delete(section.id);
-  if (!isStatic && address.href !== location.href) history.replaceState(null, "", address);
+  history.replaceState(null, "", address);
 }
 
 function shape(name, attributes, ...inside) {
