@@ -1,7 +1,7 @@
 """Makes the pictures of the pages: `PYTHONPATH=.:src python docs/make_pictures.py …` (needs pillow).
 
-Without a word those of environments. By Chromium: with a run of the demo (`runs/demo`) those of the viewer, with `film` its
-animation, with `sheets FOLDER RUN RUN …` six pages in both themes and two widths.
+Without a word those of environments. By Chromium: with a run of the demo (`runs/demo`) those of the viewer, with `film`
+its animation, with `sheets FOLDER RUN RUN …` six pages in both themes and two widths.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ SIZE = 940, 660
 EPISODE = "name=train-000010:3"
 VIEWS = {
     "viewer-run": "run/0",
-    "viewer-episodes": "run/0/episodes?file=train-000010.jsonl&order=best",
     "viewer-group": f"run/0/group?{EPISODE}",
-    "viewer-episode": f"run/0/episode?{EPISODE}",
 }
 """Pictures of the viewer, and what they show."""
 SHEETS = {
@@ -110,6 +108,7 @@ def shot(browser: Browser, height: int) -> Image.Image:
 
 
 def save(image: Image.Image, path: Path, colours: int = 128) -> None:
+    """Write a PNG of that many colours."""
     image.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
@@ -142,16 +141,15 @@ def sheets(folder: Path, *runs: str) -> None:
 
 def film(seconds: int = 12) -> None:
     """The page of a run of the demo while it learns."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "demo"
-        words = [sys.executable, "-m", "shoal", "train", "--config-name", "demo", f"run_dir={run}"]
-        frames: list[Image.Image] = []
+    frames: list[Image.Image] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        rows = Path("runs", "demo", "metrics.jsonl")
+        words = [str(Path(sys.executable).with_name("shoal")), "train", "--config-name", "demo"]
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training:
-            rows = run / "metrics.jsonl"
             while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
                 time.sleep(0.2)
-            with opened(str(run)) as (browser, home):
-                browser.size(940, 700)
+            with opened("runs/demo") as (browser, home):
+                browser.size(1000, 720)
                 browser.open(f"{home}run/0")
                 known = 0
                 while training.poll() is None or known < rows.read_bytes().count(b"\n"):
@@ -159,16 +157,18 @@ def film(seconds: int = 12) -> None:
                     if (written := rows.read_bytes().count(b"\n")) > known:
                         known = written
                         time.sleep(1.7)  # the page asks every 1.5 s
-                        frames.append(shot(browser, 700))
-        last = len(frames) * 2 // 3  # the rest of the time shows the end
-        each = 1000 * seconds // (len(frames) + last)
-        colours = frames[-1].quantize(256, dither=Image.Dither.NONE)
-        small = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
-        times = [each] * (len(small) - 1) + [each * (last + 1)]
-        small[0].save(
-            DOCS / "images" / "viewer.gif",
-            save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True,
-        )  # fmt: skip
+                        frames.append(shot(browser, 720))
+    both = Image.new("RGB", (1000, 1440))
+    both.paste(frames[0], (0, 0))
+    both.paste(frames[-1], (0, 720))
+    colours = both.quantize(256, dither=Image.Dither.NONE)
+    small = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+    each = 800 * seconds // len(small)  # the rest of the time shows the end
+    times = [*[each] * (len(small) - 1), each + 200 * seconds]
+    small[0].save(
+        DOCS / "images" / "viewer.gif",
+        save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

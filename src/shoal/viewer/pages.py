@@ -237,10 +237,11 @@ def _cell(cell: Any, side: str | None) -> Html:
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?( ± [\d,.]+(e[-+]?\d+)?)?")
 
 
-def command(words: Sequence[str] | str) -> Html:
-    """A command line with a button that copies it."""
+def command(words: Sequence[str] | str, *behind: Html | None) -> Html:
+    """A command line with a button that copies it, and what stands behind."""
     text = words if isinstance(words, str) else shlex.join(words)
-    return tag("p", tag("code", text), tag("button", "copy", type="button", data_copy=text), class_="command")
+    copy = tag("button", "copy", type="button", data_copy=text)
+    return tag("p", tag("code", text), copy, *behind, class_="command")
 
 
 # --- all runs
@@ -398,10 +399,10 @@ def overview(site: Site, run: Run) -> Page:
         "written": clock(run.written()),
         "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
     }
+    log = anchor(site, "Log", f"{site.place(run)}/log", class_="button") if run.log() else None
     parts = [
         tag("header", tag("h1", run.name, " ", state(status)), facts(told)),
-        command(started) if (started := run.started_by()) else None,
-        anchor(site, "Log", f"{site.place(run)}/log", class_="button") if run.log() else None,
+        command(started, log) if (started := run.started_by()) else log,
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
         _resumed(run, status),
         advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
@@ -444,8 +445,9 @@ def advice_list(found: Sequence[Advice]) -> Html:
         tag("li", tag("b", item.title), tag("span", item.text), tag("code", item.metric), class_=item.level)
         for item in found
     ]
-    nothing = tag("p", "Nothing striking in the metrics.", class_="hint")
-    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice") if boxes else nothing)
+    if not boxes:
+        return tag("p", "Nothing striking in the metrics.", class_="hint")
+    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice"))
 
 
 def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
