@@ -411,3 +411,13 @@ def test_calls_that_branch_are_a_tree():
 @pytest.mark.parametrize("parents", [(None,), (None, 0, 1), (None, None, None)])
 def test_calls_that_follow_one_another_need_no_tree(parents):
     assert tree_of(*parents) is None
+
+
+def test_a_lake_is_drawn_in_a_group_as_in_an_episode(run):
+    lake, _ = make("frozen_lake", desc="4x4").reset(seed=0)
+    made = [member_of(k, move("Up", lake), move("Left", "no lake", k)) for k in range(2)]
+    write_trajectories(run.path / "trajectories" / "train-000003.jsonl", made)
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/group", {"name": "train-000003:0"}).body
+    assert body.count("shot drawn") == 1  # until they part one for all
+    assert body.count('<pre class="saw">no lake</pre>') == 2

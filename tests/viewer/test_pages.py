@@ -568,6 +568,17 @@ def test_the_page_of_a_run_has_its_model_estimator_rate_command_and_log(tmp_path
     assert "WARNING &lt;i&gt;no" in export([opened(folder)])
 
 
+def test_the_ninth_run_of_a_comparison_has_dashes(tmp_path, opened):
+    runs = []
+    for k in range(9):
+        folder = make_run(tmp_path / f"run{k}")
+        (folder / "config.yaml").write_text(f"engine: {{name: {k}}}\n")
+        runs.append(opened(folder))
+    body = page_for(Site(runs), "compare", {}).body
+    assert '<span class="key s0 d0">run0</span>' in body
+    assert '<span class="key s0 d1">run8</span>' in body
+
+
 def test_a_page_that_compares_long_runs_holds_what_it_draws(tmp_path, opened):
     for name in ("a", "b"):
         folder = make_run(tmp_path / name, seed=ord(name))

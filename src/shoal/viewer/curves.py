@@ -91,6 +91,11 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
+def style_of(colour: int) -> str:
+    """The classes of a curve: eight colours, and dashes for the next eight."""
+    return f"s{colour % 8} d{colour // 8 % 4}"
+
+
 def spoken(name: str) -> str:
     """A metric as people call it."""
     return name.replace("heldout", "held-out").replace("_", " ")
@@ -129,7 +134,7 @@ def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = 
             type="button",
             data_curve=one.label,
             title=one.name,
-            class_=f"key s{one.colour % 8}",
+            class_=f"key {style_of(one.colour)}",
         )
         for one in lines
         if len(lines) > 1 or one.table

@@ -24,6 +24,7 @@ PAGE = 50
 OUTCOMES = {"success": "solved", "failed": "not solved", "truncated": "out of turns", "error": "error"}
 _PAGES = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """What `page` in an address may be."""
+_KINDS = {"int": "a whole number", "float": "a number", "str": "text"}
 _HEADS = (
     ("episode", "file"), ("end", "outcome"), ("said", None), ("reward", "reward"), ("turns", "turns"),
     ("group.member", "group"), ("tokens", "tokens"), ("invalid", "invalid"), ("iteration", "iteration"), ("env", "env"),
@@ -196,26 +197,15 @@ def _converted(asked: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(asked, kind, strict=False)
     except msgspec.ValidationError as error:
-        name = str(error).rpartition("$")[2].strip(".`")
-        wrong = (
-            f"{name}={asked[name][:40]!r}"
-            if isinstance(asked, Mapping) and name in asked
-            else repr(asked)[:40]
-        )
+        expected, _, place = str(error).partition(
+            " - at "
+        )  # "Expected `int | null`, got `str` - at `$.group`"
+        expected = re.sub(r"`(\w+)[^`]*`", lambda kind: _KINDS.get(kind[1], kind[1]), expected)
+        name = place.strip("`$.")
+        wrong = f"{name}={asked[name][:40]!r}" if name else repr(asked)[:40]
         raise DataError(
-            f"the address asks for episodes by {wrong}, which is no value of it: {_say(error)}"
+            f"the address asks for episodes by {wrong}, which is no value of it: {expected}"
         ) from error
-
-
-def _say(error: msgspec.ValidationError) -> str:
-    """What was expected, without the words of types."""
-    told = (
-        str(error)
-        .partition(" - at ")[0]
-        .replace("`int | null`", "a whole number")
-        .replace("`int`", "a whole number")
-    )
-    return told.replace("`float | null`", "a number").replace("`str`", "text")
 
 
 # --- the list that one came from

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory, Turn
 from shoal.viewer.episode_lists import ended, steps, within_list
-from shoal.viewer.episode_pages import compared, marked
+from shoal.viewer.episode_pages import compared, drawing, marked
 from shoal.viewer.index import Episode
 from shoal.viewer.markup import Html, counted, join, number, tag, wide
 from shoal.viewer.pages import Page, Site, anchor, facts
@@ -152,7 +152,7 @@ def _row(k: int, columns: Sequence[Column], kinds: Sequence[str], part: int | No
 def _cell(turn: Turn | None) -> Html:
     if turn is None:
         return tag("span", "ended")
-    saw = tag("pre", turn.observation[:2000], class_="saw")
+    saw = drawing(turn.observation) or tag("pre", turn.observation[:2000], class_="saw")
     did = tag("pre", marked(turn.response[:2000].strip("\n"), turn.action_is_valid), class_="said")
     paid = tag("small", f"reward {number(turn.reward)}") if turn.reward else None
     return join(saw, did, paid)

@@ -544,7 +544,11 @@ def _compared(runs: Sequence[Run], kind: str) -> Html:
     shown = [name for name, values in lasts.items() if any(value != NONE for value in values)]
     rows = [
         (
-            join(tag("span", _team_name(team), class_=f"key s{k % 8}"), ", ", counted(len(team), "seed")),
+            join(
+                tag("span", _team_name(team), class_=f"key {curves.style_of(k)}"),
+                ", ",
+                counted(len(team), "seed"),
+            ),
             *(lasts[name][k] for name in shown),
         )
         for k, team in enumerate(teams)

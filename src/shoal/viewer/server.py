@@ -93,6 +93,7 @@ def document(page: Page, base: str, version: str = "") -> str:
 
 def bar(page: Page) -> Html:
     """Where one is, and the buttons of every page."""
+    mark = tag("li", tag("img", src=ICON, alt="", class_="mark"))
     trail = [
         tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
         for name, link in page.trail
@@ -101,7 +102,7 @@ def bar(page: Page) -> Html:
         tag("button", "theme", type="button", data_do="theme", title="dark or light (t)"),
         tag("button", "keys", type="button", data_do="help", title="what the keys do (?)"),
     ]
-    return tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
+    return tag("nav", tag("ol", mark, trail), tag("div", buttons), class_="bar")
 
 
 def keys() -> Html:
