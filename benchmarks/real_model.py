@@ -53,7 +53,9 @@ class Recipe(Game):
     """Four steps in the order that the dish asks for; each right one is paid, a wrong one ends the episode."""
 
     action_names = ("chop", "boil", "fry", "salt", "serve")
-    own = "algorithm: {kl: {target: null}}  # each right step is paid: there is no trap to be held back from\n"
+    own = (
+        "algorithm: {kl: {target: null}}  # each right step is paid: there is no trap to be held back from\n"
+    )
     instructions, max_steps = "Cook the dish: name its next step.", 4
     dishes: ClassVar[dict[str, str]] = {
         "soup": "chop boil salt serve",

@@ -435,7 +435,7 @@ def test_the_log_of_a_run_has_its_command_its_warnings_and_how_it_ended(tmp_path
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     told = [line[20:] for line in lines]  # behind the time
     assert told[:2] == ["INFO started by: shoal train 'note=a b'", "WARNING the lake is closed"]
-    assert told[2] == "INFO ZeroDivisionError: no fish"
+    assert told[2] == "ERROR ZeroDivisionError: no fish"
     assert re.fullmatch(r"INFO failed after [0-9.]+ s", told[-1])
     assert "of the other alone" in (tmp_path / "other" / "log.txt").read_text()
     with RunFolder(tmp_path / "run", "train", 0) as run:  # resumed

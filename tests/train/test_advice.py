@@ -397,3 +397,12 @@ def test_one_bad_iteration_is_no_collapse_and_a_run_that_recovered_has_none():
     assert titles(rows(7, **{**GOOD, "success": lambda k: once[k]})) == []
     again = [0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9]
     assert titles(rows(9, **{**GOOD, "success": lambda k: again[k]})) == []
+
+
+def test_episodes_that_failed_are_told_before_what_may_follow_from_them():
+    rows = [
+        {"iteration": k, "failed_episodes": 100, "episodes": 200 * k, "valid_actions": 0.1}
+        for k in range(1, 9)
+    ]
+    first, second = advise(rows)[:2]
+    assert (first.title, second.title) == ("Episodes failed", "Hardly any answer is a valid action")

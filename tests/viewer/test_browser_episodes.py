@@ -74,6 +74,23 @@ def test_keys_walk_through_a_list_and_back_to_the_line_in_it(browser, address):
     assert browser.problems == []
 
 
+def test_a_line_that_was_found_leads_to_its_turn_where_the_text_is_marked(browser, address):
+    at_episodes(browser, address, "run/0/episodes?text=uP7")
+    browser.size(1280, 500)
+    assert browser.run("document.querySelector('td mark').textContent") == "Up7"
+    browser.click("td a[href*='#turn-']")
+    browser.until("location.hash === '#turn-1' && CSS.highlights.get('found')?.size >= 6")
+    browser.open(f"{address}run/0/episode?name=train-000001:7&text=left&order=newest#turn-7")
+    browser.until("CSS.highlights.get('found')?.size >= 1")
+    marked = "[...CSS.highlights.get('found')][0]"
+    assert browser.run(f"{marked}.toString()") == "Left"
+    assert browser.run(f"{marked}.startContainer.parentElement.closest('article').id") == "turn-7"
+    box = "document.getElementById('turn-7').getBoundingClientRect()"
+    bar = "document.querySelector('main > .steps').getBoundingClientRect()"
+    browser.until(f"scrollY > 0 && {box}.top >= {bar}.bottom - 1 && {box}.top < 500")
+    assert browser.problems == []
+
+
 def test_the_form_finds_episodes_without_a_script(browser, address):
     at_episodes(browser, address, "run/0/episodes")
     browser.send("Emulation.setScriptExecutionDisabled", value=True)

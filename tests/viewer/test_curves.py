@@ -537,6 +537,8 @@ def test_runs_have_columns_conditions_and_groups_of_settings_and_metrics_which_t
         ):  # fmt: skip
             write(browser, text)
             assert set(filter(None, browser.run(names).split(","))) == found, text
+            told = "no run has nothing" if text.startswith("nothing") else ""
+            assert browser.run("document.getElementById('unknown').textContent") == told
         write(browser, "adv_estimator=gigpo")
         field = "document.getElementById('column')"
         for name in ("lr", "success"):

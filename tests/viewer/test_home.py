@@ -294,7 +294,7 @@ def test_a_failed_skill_tells_the_steps_it_used_and_shows_its_curve(failed):
     assert '<td class="n">20,480</td><td class="n">20,000</td>' in row
     assert 'class="span is-exhausted"' in body
     skill = page(failed, "/skill", name="Collect Wood")
-    assert "<dt>env steps used</dt><dd>20,480</dd>" in skill
+    assert "<dt>env steps used</dt><dd>20,480 of 20,000</dd>" in skill
     assert 'is-exhausted">exhausted' in skill
     assert "None: no training of it was accepted." in skill
     [held] = tables_of(skill)

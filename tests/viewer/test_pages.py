@@ -576,7 +576,47 @@ def test_the_ninth_run_of_a_comparison_has_dashes(tmp_path, opened):
         runs.append(opened(folder))
     body = page_for(Site(runs), "compare", {}).body
     assert '<span class="key s0 d0">run0</span>' in body
-    assert '<span class="key s0 d1">run8</span>' in body
+    assert '<span class="key s0 d2">run8</span>' in body
+
+
+def test_a_comparison_counts_seeds_and_runs_and_tells_numbers_where_all_are(tmp_path, opened):
+    runs = []
+    for name, seed, rows in (("one", 1, 6), ("again", 1, 6), ("stopped", 2, 4)):
+        folder = make_run(tmp_path / name, rows=rows)
+        (folder / "config.yaml").write_text(f"seed: {seed}\nengine: {{name: tiny}}\n")
+        (folder / "summary.json").unlink()
+        runs.append(opened(folder))
+    lines = [{"iteration": k, "success": k / 5} for k in range(6)]
+    (tmp_path / "one" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    body = page_for(Site(runs), "compare", {}).body
+    assert "</span>, 3 runs of 2 seeds, up to iteration 3</td>" in body
+    assert '<td class="n">0.4 (0.3 to 0.6)</td>' in body  # of .6, .3 and .3 there, not of where each ended
+    body = page_for(Site(runs[:1]), "compare", {}).body
+    assert "</span>, 1 seed</td>" in body
+    assert '<td class="n">1</td>' in body
+
+
+def test_runs_of_one_name_are_told_apart_and_a_failed_one_says_why(tmp_path, opened):
+    folders = [make_run(tmp_path / place / "demo") for place in ("a", "b")]
+    summary = {"command": "train", "status": "failed", "metrics": {}, "error": "RuntimeError: " + "x" * 200}
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    site = Site([opened(folder) for folder in folders])
+    body = page_for(site, "", {}).body
+    assert 'class="row-link">a.demo</a>' in body
+    assert f"<small>RuntimeError: {'x' * 86}</small>" in body
+    assert "a.demo" in page_for(site, "compare", {}).body
+    assert dict(page_for(site, "run/a.demo/log", {}).trail)["a.demo"]
+    assert 'class="row-link">demo</a>' in page_for(Site(site.runs[:1]), "", {}).body
+
+
+def test_warnings_and_errors_stand_out_in_a_log(tmp_path, opened):
+    folder = make_run(tmp_path / "run")
+    said = ["2026-01-01 00:00:00 INFO a WARNING of a text", "2026-01-01 00:00:01 WARNING one", "Traceback"]
+    (folder / "log.txt").write_text("\n".join(said) + "\n")
+    marked = re.findall(
+        r"<mark[^>]*>(.*?)</mark>", page_for(Site([opened(folder)]), "run/0/log", {}).body, re.S
+    )
+    assert marked == [said[1] + "\n"]
 
 
 def test_a_page_that_compares_long_runs_holds_what_it_draws(tmp_path, opened):

@@ -142,6 +142,8 @@ def _replay(options: ReplayOptions) -> int:
     if fork is None and difference is None:
         tokens = again.n_tokens
         same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
+        if not again.turns:
+            same = "it ended before its first turn, as it did when it was recorded"
         print(same if checked else "played by another sampler: not compared")
     elif difference is not None:
         print(harmless(f"DIFFERS at {difference}"))

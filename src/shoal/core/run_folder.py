@@ -318,10 +318,10 @@ class RunFolder(Closing):
         if self._lock is not None:
             self._lock.release()
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, level: int = logging.INFO) -> None:
         """Add a line to the log of the run, and of no other one that this process has open."""
         if self._log is not None:
-            self._log.handle(logging.LogRecord("shoal", logging.INFO, "", 0, text, None, None))
+            self._log.handle(logging.LogRecord("shoal", level, "", 0, text, None, None))
 
     def hold(self) -> None:
         """Check that no other run has the folder, before anything is written into it."""
@@ -427,7 +427,7 @@ class RunFolder(Closing):
         if not (self.path / "summary.json").exists():
             try:
                 if not isinstance(error, KeyboardInterrupt):
-                    self.log("".join(traceback.format_exception(error)).rstrip())
+                    self.log("".join(traceback.format_exception(error)).rstrip(), logging.ERROR)
                 if isinstance(error, KeyboardInterrupt):
                     self.finish({}, "interrupted")
                 else:

@@ -461,7 +461,7 @@ def _failures(run: Run) -> Iterator[Advice]:
         text = (
             f"{failed:.0f} of {episodes[-1]:.0f} training episodes failed, by an error of the environment, the "
             "engine or a reward. They are left out, so success is that of the others. Their causes: "
-            f"shoal view {run.name}, Episodes."
+            f"shoal view {run.name}, Episodes. Mend these first: they may be the cause of whatever else is told here."
         )
         yield Advice("bad", "failed_episodes", "Episodes failed", text)
 
@@ -508,7 +508,7 @@ def _beyond(run: Run) -> Iterator[Advice]:
 
 
 RULES: tuple[Rule, ...] = (
-    _diverged, _nothing_learned, _rewarded_without_success, _success_fell, _entropy, _entropy_grows, _failures, _beyond,
+    _failures, _diverged, _nothing_learned, _rewarded_without_success, _success_fell, _entropy, _entropy_grows, _beyond,
     _generalisation, _stands_still,
 )  # fmt: skip
 """Of the advice about one metric the worst is given, or the first that is as bad."""

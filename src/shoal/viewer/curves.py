@@ -91,9 +91,9 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
-def style_of(colour: int) -> str:
-    """The classes of a curve: eight colours, and dashes for the next eight."""
-    return f"s{colour % 8} d{colour // 8 % 4}"
+def style_of(colour: int, table: int) -> str:
+    """The classes of a curve: one of eight colours; of several runs every other has dashes, seen over an equal one."""
+    return f"s{colour % 8} d{table % 2 + table // 8 % 2 * 2}"
 
 
 def spoken(name: str) -> str:
@@ -134,7 +134,7 @@ def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = 
             type="button",
             data_curve=one.label,
             title=one.name,
-            class_=f"key {style_of(one.colour)}",
+            class_=f"key {style_of(one.colour, one.table)}",
         )
         for one in lines
         if len(lines) > 1 or one.table

@@ -74,6 +74,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         "div",
         tag("a", "← earlier", href=back, rel="prev") if back else None,
         tag("span", f"{at * PAGE + bool(found):,} to {at * PAGE + len(found):,} of {total:,}"),
+        tag("small", "this file holds no more") if site.only is not None and len(found) < total else None,
         tag("a", "later →", href=forth, rel="next") if forth else None,
         class_="pager",
     )
@@ -175,8 +176,7 @@ def _said(run: Run, episode: Episode, address: str | None, text: str | None) -> 
         return tag("small", said)
     parts = re.split(f"({re.escape(text)})", said, flags=re.IGNORECASE)
     shown = [tag("mark", part) if k % 2 else part for k, part in enumerate(parts)]
-    turned = quote(text).replace("-", "%2D")  # which has a meaning in what browsers jump to
-    return tag("a", f"{turn}: ", shown, href=f"{address}#turn-{turn}:~:text={turned}" if address else None)
+    return tag("a", f"{turn}: ", shown, href=f"{address}#turn-{turn}" if address else None)
 
 
 def ended(episode: Episode) -> Html:

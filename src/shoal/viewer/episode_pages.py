@@ -78,7 +78,7 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     broke = f"{why}: {episode.error or 'no cause was recorded'}"
     aside = f"Its group of {len(members)}, side by side"
     beside = anchor(site, aside, f"{place}/group", class_="button", name=name, **within_list(site, query))
-    has_colours = spell or any(call.logprobs for call in trajectory.calls)
+    has_colours = trajectory.turns and (spell or any(call.logprobs for call in trajectory.calls))
     buttons = beside if versus else None, COLOURS if has_colours and largest else None
     arrows, ways = steps(site, run, "episode", episode, query, *buttons)
     turns = [
@@ -195,7 +195,9 @@ def _turn(
             f"Turn {k + 1} ",
             tag("small", f"→ {verdict}", class_="folded"),
             tag("small", f"reward {number(turn.reward)}"),
-            tag("small", "cut at the limit of tokens") if call.finish == "length" else None,
+            tag("small", "cut at the limit of tokens")
+            if call.finish == "length" and not turn.action_is_valid
+            else None,
         ),
     )
     said = tag(

@@ -49,6 +49,8 @@ EMBEDDED = 4 * 2**20
 NEWEST = 10
 """Files of episodes that a run's page lists unfolded."""
 MOST_DIFFERENCES = 100
+WHY = 100
+"""Letters of why a run failed in the list of runs."""
 STOPPED = ("unfinished", "interrupted", "failed")
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
@@ -153,6 +155,10 @@ class Site:
         address = address_of(path, **query)
         return self.base + address if self.only is None else self.only.get(address)
 
+    def title(self, run: Run) -> str:
+        """What pages call a run: its name, or where two have one that of links."""
+        return run.name if [one.name for one in self.runs].count(run.name) < 2 else self.name(run)
+
     def place(self, run: Run) -> str:
         """The beginning of the paths of a run's pages."""
         return f"run/{self.name(run)}"
@@ -166,7 +172,7 @@ class Site:
         ways: Ways = (None, None, None),
     ) -> Page:
         """A page of a run: the trail goes on `behind` it, `ways` are to the page before, the next and up."""
-        trail = (("runs", self.link("")), (run.name, self.link(self.place(run))), *behind)
+        trail = (("runs", self.link("")), (self.title(run), self.link(self.place(run))), *behind)
         return Page(title, body, trail, *ways)
 
     def picture(self, run: Run, name: str) -> str | None:
@@ -234,7 +240,7 @@ def _cell(cell: Any, side: str | None) -> Html:
     return tag("td", shown, class_="n zero" if side and shown in ("0", "0.0%") else side)
 
 
-_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?( ± [\d,.]+(e[-+]?\d+)?)?")
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?%?( \([-+\d,.e]+ to [-+\d,.e]+\))?")
 
 
 def command(words: Sequence[str] | str, *behind: Html | None) -> Html:
@@ -267,6 +273,7 @@ def home(site: Site) -> Page:
         tag("datalist", [tag("option", value=name) for name in names], id="names"),
         can_compare and anchor(site, "Compare", "compare", class_="button"),
         can_compare and site.only is None and tag("small", "those that are ticked, or all"),
+        tag("small", "", id="unknown", role="status"),
         class_="tools",
     )
     listed = tag(
@@ -280,7 +287,7 @@ COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "
 
 
 _FIND, _FOUND = (
-    "words, or lr>0.001",
+    "words, or learning_rate>0.001",
     "words of a line, or conditions on a setting, a metric or a column: adv_estimator=gigpo",
 )
 
@@ -307,7 +314,7 @@ def _cells(site: Site, run: Run) -> list[Html]:
     rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
     found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
     name, values = next(((name, values) for name, values in found if values), ("", []))
-    worst = advise(rows, run.config())[:1]
+    worst = advise(rows, run.config(), run=str(run.path))[:1]
     word = tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else NONE
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
@@ -318,11 +325,15 @@ def _cells(site: Site, run: Run) -> list[Html]:
     )
     told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run, status).items()]
     ahead = tag("small", ", ".join(told)) if told else None
+    why = run.summary().get("error")
     can_be_ticked = site.only is None and run.kind in PANELS
     shown = [
-        (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
+        (
+            join(can_be_ticked and tick, anchor(site, site.title(run), site.place(run), class_="row-link")),
+            run.name,
+        ),
         (run.kind, run.kind),
-        (join(state(status), ahead), status),
+        (join(state(status), ahead, why and tag("small", str(why)[:WHY])), status),
         (env, env),
         (result, values[-1] if values else None),
         (spark(values, (0.0, 1.0) if name in SHARES else None), None),
@@ -405,7 +416,7 @@ def overview(site: Site, run: Run) -> Page:
         command(started, log) if (started := run.started_by()) else log,
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
         _resumed(run, status),
-        advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
+        advice_list(advise(rows, config, run=str(run.path))) if run.kind in PANELS and rows else None,
     ]
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)
     parts.append(own(site, run) if own else _curves(site, run, rows))
@@ -422,9 +433,16 @@ def _first(known: Mapping[str, str], *names: str) -> str | None:
     return next((known[name] for name in names if known.get(name, NONE) != NONE), None)
 
 
+_LOUD = re.compile(r"\S+ \S+ (WARNING|ERROR) ")
+
+
 def log(site: Site, run: Run) -> Page:
     """What a run said in the terminal, its warnings, and how it ended."""
-    body = join(tag("h1", "Log of ", run.name), tag("pre", run.log() or "no log", class_="log"))
+    lines = [
+        tag("mark", line, class_="invalid") if _LOUD.match(line) else line
+        for line in run.log().splitlines(keepends=True)
+    ]
+    body = join(tag("h1", "Log of ", run.name), tag("pre", lines or "no log", class_="log"))
     up = site.link(site.place(run))
     return site.page(run, f"Log of {run.name}", body, ("log", None), ways=(None, None, up))
 
@@ -526,7 +544,9 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
     asked = query.get("runs")
     runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
-    parts = [_compared(of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])]
+    parts = [
+        _compared(site, of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])
+    ]
     left = ", ".join(run.name for run in runs if run.kind not in PANELS)
     told = tag("p", f"Left out, having no curves to compare: {left}.", class_="hint") if left else None
     nothing = tag("p", "no curves to compare", class_="empty")
@@ -534,44 +554,42 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))
 
 
-def _compared(runs: Sequence[Run], kind: str) -> Html:
+def _compared(site: Site, runs: Sequence[Run], kind: str) -> Html:
     """The last numbers, the curves and the differing settings of runs of one kind."""
     together: dict[str, list[Run]] = {}
     for run in runs:
         together.setdefault(_without_seed(run), []).append(run)
     teams = list(together.values())
-    lasts = {name: [_last(team, name) for team in teams] for name in HEADLINES}
+    metrics = [name for _, names in PANELS[kind] for name in names]
+    found = [_team_rows(team, kind, metrics) for team in teams]
+    lasts = {name: [_last(rows, name) for rows in found] for name in HEADLINES}
     shown = [name for name, values in lasts.items() if any(value != NONE for value in values)]
+    names = [_team_name(site, team) for team in teams]
     rows = [
         (
             join(
-                tag("span", _team_name(team), class_=f"key {curves.style_of(k)}"),
-                ", ",
-                counted(len(team), "seed"),
+                tag("span", names[k], class_=f"key {curves.style_of(k, k)}"), ", ", _counted(team, found[k])
             ),
             *(lasts[name][k] for name in shown),
         )
         for k, team in enumerate(teams)
     ]
-    metrics = [name for _, names in PANELS[kind] for name in names]
-    team_names = [_team_name(team) for team in teams]
-    tables = [
-        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, name)
-        for team, name in zip(teams, team_names, strict=True)
-    ]
+    tables = [curves.table(rows, AXES[kind], metrics, name) for rows, name in zip(found, names, strict=True)]
     panels = []
     for metric in metrics:
         there = [k for k, one in enumerate(tables) if metric in one["curves"]]
-        lines = [Line(metric, team_names[k], k, k) for k in there]
+        lines = [Line(metric, names[k], k, k) for k in there]
         panels += (
             [curves.figure(curves.spoken(metric), lines, kind, shares=metric in SHARES)] if lines else []
         )
     title = {"agent": "Agents", "ppo": "PPO"}[kind]
-    said = "Runs that differ by their seed alone are one curve: their mean, and the range of all."
+    said = (
+        "Runs that differ by their seed alone are one curve, as far as all have come: their mean and range."
+    )
     first = [
         table(("runs", *map(curves.spoken, shown)), rows),
         tag("div", panels, class_="panels"),
-        _differences(teams),
+        _differences(site, teams),
     ]
     return curves.section(title, f"compared-{kind}", tables, *first, said=said)
 
@@ -591,17 +609,27 @@ def _team_rows(team: Sequence[Run], kind: str, metrics: Sequence[str]) -> list[d
     return found
 
 
-def _last(team: Sequence[Run], name: str) -> str:
-    """The mean of the last values of a metric, with their spread over seeds."""
-    values = [ys[-1] for run in team if (ys := points(run.rows(), run.x, name)[1])]
-    if not values:
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The last value of a metric that all runs of a team have, its mean and its range."""
+    row = next((row for row in reversed(rows) if name in row), None)
+    if row is None:
         return NONE
-    spread = f" ± {number(statistics.stdev(values), 2)}" if len(values) > 1 else ""
-    return f"{number(statistics.fmean(values))}{spread}"
+    low, high = row.get(f"{name} low"), row.get(f"{name} high")
+    reach = f" ({number(low, 3)} to {number(high, 3)})" if low != high else ""
+    return f"{number(row[name])}{reach}"
 
 
-def _team_name(team: Sequence[Run]) -> str:
-    return ", ".join(run.name for run in team[:3]) + (f" and {len(team) - 3} more" if len(team) > 3 else "")
+def _counted(team: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many runs a curve is made of, with how many seeds, and where it ends if one of them goes further."""
+    seeds, x = len({run.seed() for run in team}), team[0].x
+    told = counted(seeds, "seed") if seeds == len(team) else f"{len(team)} runs of {counted(seeds, 'seed')}"
+    furthest, end = max(row[x] for run in team for row in run.rows()), rows[-1][x] if rows else 0
+    return told if end == furthest else f"{told}, up to {x} {number(end)}"
+
+
+def _team_name(site: Site, team: Sequence[Run]) -> str:
+    names = [site.title(run) for run in team]
+    return ", ".join(names[:3]) + (f" and {len(team) - 3} more" if len(team) > 3 else "")
 
 
 def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
@@ -622,9 +650,9 @@ def _without_seed(run: Run) -> str:
     return repr(sorted((k, v) for k, v in flattened(run.config()).items() if k not in _OWN)) + run.kind
 
 
-def _differences(teams: Sequence[Sequence[Run]]) -> Html | None:
+def _differences(site: Site, teams: Sequence[Sequence[Run]]) -> Html | None:
     """The settings in which runs differ: first those that all have, behind a fold those that only some have."""
-    known = [(_team_name(team), flattened(team[0].config())) for team in teams]
+    known = [(_team_name(site, team), flattened(team[0].config())) for team in teams]
     without = [name for name, settings in known if not settings]
     there = [settings for _, settings in known if settings]
     heads = ("setting", *[name for name, settings in known if settings])

@@ -157,8 +157,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         "expert": skill["expert"],
         "needs": ", ".join(json.loads(skill["dependencies"])) or "nothing",
         "own test": _own_test(run, attempts, skill),
-        "env steps used": _steps_used(run, attempts, skill),
-        "of": skill["budget_total"],
+        "env steps used": f"{_steps_used(run, attempts, skill):,} of {skill['budget_total']:,}",
     }
     of_version = ("version", "in use", "made from", "env steps", "test", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")

@@ -170,13 +170,13 @@ def _blocks(
         while at < end:
             if at in spans:
                 k, behind = spans[at]
-                said = f"image {k + 1}: {behind - at:,} tokens"
+                said = f"image {k + 1}: {counted(behind - at, 'token')}"
                 if k < len(pictures):
                     address, spot = pictures[k]
                     about = {"alt": f"image {k + 1}, enlarge it", "role": "button", "tabindex": "0"}
                     parts.append(tag("img", src=address, class_="shot enlarges", **about))
                     said += f"; {spot}" if spot else ""
-                parts.append(tag("small", said))
+                parts.append(tag("small", f"{said} "))
                 at = max(behind, at + 1)
             elif at < border:
                 stop = min([end, border, *(s for s in spans if s > at)])

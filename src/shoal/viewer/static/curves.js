@@ -155,7 +155,7 @@ function draw(figure, view, { lines, marks, low, high }) {
       return p.link ? shape("a", { href: p.link, class: "kept", tabindex: -1, "aria-label": said }, mark) : mark;
     });
     const banded = line.points.some((p) => p.low !== p.high);
-    return shape("g", { class: `series s${line.colour % 8} d${Math.floor(line.colour / 8) % 4}` },
+    return shape("g", { class: `series s${line.colour % 8} d${(line.table % 2) + (Math.floor(line.table / 8) % 2) * 2}` },
       ...(banded ? [shape("polygon", { class: "band", points: [...path("high"), ...path("low").reverse()].join(" ") })] : []),
       shape("polyline", { class: view.smooth ? "line faint" : "line", points: path("y").join(" ") }),
       ...(view.smooth ? [shape("polyline", { class: "line", points: path("smooth").join(" ") })] : []), ...marks);

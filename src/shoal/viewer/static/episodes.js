@@ -54,6 +54,7 @@ function play() {
 // --- what a page shows first
 function prepare() {
   stop();
+  markFound();
   showCompact(root.hasAttribute("data-compact"));
   if (page().querySelector(".player")) {
     const chosen = turnsOf().findIndex((turn) => turn.matches(".chosen, :target"));
@@ -69,6 +70,26 @@ function prepare() {
   }
   const hash = decodeURIComponent(location.hash.slice(1));
   if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");
+}
+
+// --- what was searched for, marked in the turns
+function markFound() {
+  const text = new URLSearchParams(location.search).get("text")?.toLowerCase();
+  if (!text || !window.Highlight || !turnsOf().length) return;
+  const ranges = [];
+  for (const turn of turnsOf()) {
+    const walk = document.createTreeWalker(turn, NodeFilter.SHOW_TEXT);
+    for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+      const said = node.data.toLowerCase();
+      for (let at = said.indexOf(text); at >= 0; at = said.indexOf(text, at + text.length)) {
+        const range = new Range();
+        range.setStart(node, at);
+        range.setEnd(node, at + text.length);
+        ranges.push(range);
+      }
+    }
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
 }
 
 // --- a screenshot over the whole window, and back
@@ -119,6 +140,7 @@ document.addEventListener("scroll", ({ target }) => {
 }, true);
 document.addEventListener("followed", () => {
   showTurn(shownTurn);
+  markFound();
   page().querySelector(".sides")?.scrollTo(...scrolled);
   showCompact(root.hasAttribute("data-compact"));
   if (playing) page().querySelector("[data-do=play]").textContent = "❚❚ stop";

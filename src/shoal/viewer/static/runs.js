@@ -53,6 +53,10 @@ function list() {
     addColumns(table);
     const words = listing.find.toLowerCase().split(/\s+/).filter(Boolean);
     const lines = [...table.tBodies[0].rows];
+    const names = words.map((word) => word.match(/^([^=<>!]+)(=|!=|<|>)/)?.[1]).filter(Boolean);
+    const unknown = names.filter((name) => lines.every((line) => valueOf(line, name) === ""));
+    const said = document.getElementById("unknown");
+    if (said) said.textContent = unknown.length ? `no run has ${unknown.join(", ")}` : "";
     for (const line of lines) {
       line.hidden = !words.every((word) => matches(line, word));
       const tick = line.querySelector("[data-run]");

@@ -1,0 +1,115 @@
+"""What older weights cost: the lake of `demo` with lags, with importance weights and without, several seeds.
+
+    python benchmarks/lag.py [CASE …] [--seeds 0 1 …] [--quick] [--table]
+
+Each run is `shoal train --config-name demo` with the settings of its case, and at the end a greedy evaluation in 128
+held-out episodes. A run that is done is one line of `benchmarks/results/lag.jsonl`, and is not run again. `--table` only
+writes the table of docs/asynchrony.md; `--quick` runs two iterations, and saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO / "src"), str(REPO)]
+
+from benchmarks.stabilisers import Case, Run, read_runs, say, trained  # noqa: E402
+from benchmarks.tables import put, table  # noqa: E402
+
+RESULTS = REPO / "benchmarks" / "results" / "lag.jsonl"
+SEEDS, ITERATIONS = tuple(range(8)), 80
+AHEAD = (
+    "agent_proxy.use_parallel_rollout=true",
+    "agent_proxy.parallel_n_jobs=1",
+    "agent_proxy.parallel.backend=threading",
+)
+CORRECTED = ("algorithm.rollout_correction.method=truncate",)
+CASES = {
+    "lag 0": ("grpo", ()),
+    "lag 1": ("grpo", ("trainer.lag=1", *AHEAD)),
+    "lag 2": ("grpo", ("trainer.lag=2", *AHEAD)),
+    "lag 8": ("grpo", ("trainer.lag=8", *AHEAD)),
+    "lag 8, corrected": ("grpo", ("trainer.lag=8", *AHEAD, *CORRECTED)),
+    "reinforce, lag 0": ("reinforce", ()),
+    "reinforce, lag 8": ("reinforce", ("trainer.lag=8", *AHEAD)),
+    "reinforce, lag 8, corrected": ("reinforce", ("trainer.lag=8", *AHEAD, *CORRECTED)),
+}
+"""The preset, and what is set beside it."""
+
+
+def run(name: str, seed: int, iterations: int = ITERATIONS, more: Sequence[str] = ()) -> Run:
+    """One case with one seed."""
+    preset, settings = CASES[name]
+    chosen = () if preset == "grpo" else (f"algorithm={preset}",)  # that of `demo`
+    return trained(Case("demo", preset, name, seed), "demo", [*chosen, *settings, *more], iterations)
+
+
+def rows_of(runs: Sequence[Run]) -> list[list[str]]:
+    """A line of the table for each case."""
+    lines = []
+    for name in CASES:
+        own = [one for one in runs if one.arm == name]
+        if not own:
+            continue
+        first = [
+            next(i for i, x in enumerate(one.success, 1) if x >= 0.95)
+            for one in own
+            if max(one.success) >= 0.95
+        ]
+        held_out = sorted(one.heldout for one in own)
+        lines.append(
+            [
+                name,
+                f"{sum(one >= 0.95 for one in held_out)} of {len(own)}",
+                f"{min(first)} to {max(first)} ({len(first)})" if first else "never",
+                f"{held_out[0]:.2f} to {held_out[-1]:.2f}",
+            ]
+        )
+    return lines
+
+
+def write_table() -> None:
+    head = [
+        "training",
+        "seeds that end at 0.95 or more",
+        "iterations to 0.95 while sampling (seeds)",
+        "held out at the end",
+    ]
+    put("asynchrony.md", "lags", table(head, rows_of(read_runs(RESULTS))))
+
+
+def main() -> None:
+    """Run what has no line yet."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="; ".join(CASES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--quick", action="store_true", help="two iterations of one case, nothing saved")
+    parser.add_argument("--table", action="store_true", help="write the table alone")
+    options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"no case named {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
+    if options.quick:
+        say(run("lag 2", 0, 2))
+        return
+    known = {(one.arm, one.seed) for one in read_runs(RESULTS)}
+    for seed in () if options.table else options.seeds:
+        for name in options.cases or CASES:
+            if (name, seed) in known:
+                continue
+            done = run(name, seed)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(asdict(done)) + "\n")
+            say(done)
+    write_table()
+
+
+if __name__ == "__main__":
+    main()
