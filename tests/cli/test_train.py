@@ -269,3 +269,13 @@ def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatc
     words = [sys.executable, "-m", "shoal", "eval", model, "--episodes", "2"]
     ran = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_what_a_config_advises_next_is_not_told_of_one_that_builds_on_it(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [demo-bandit, _self_]\n")
+    words = ["train", "--config-dir", str(tmp_path), "--config-name", "mine", *QUICK]
+    assert shoal.main([*words, f"run_dir={tmp_path}/run", "trainer.iterations=1"]) == 0
+    assert "try next" not in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text("defaults: [demo-bandit, _self_]\nnext_step: shoal doctor\n")
+    assert shoal.main([*words, f"run_dir={tmp_path}/again", "trainer.iterations=1"]) == 0
+    assert "try next:\n  shoal doctor\n" in capsys.readouterr().out

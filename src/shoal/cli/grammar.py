@@ -412,8 +412,8 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
     config = compose_config(options.config_name, words, options.config_dir)
-    if own is not None and own.is_file():
-        _warn_of_plain_defaults(own)
+    if own is not None and own.is_file() and "next_step" not in _warn_of_plain_defaults(own):
+        config = replace(config, next_step="")  # that of the config which it builds on is about another task
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
@@ -424,8 +424,8 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     return config
 
 
-def _warn_of_plain_defaults(path: Path) -> None:
-    """Print it where a config of the user's builds on no other one, and leaves settings out."""
+def _warn_of_plain_defaults(path: Path) -> dict[str, Any]:
+    """Print it where a config of the user's builds on no other one, and leaves settings out; its settings."""
     from shoal.core.configuration import read_settings
     from shoal.train.agent.config import AgentConfig
 
@@ -438,6 +438,7 @@ def _warn_of_plain_defaults(path: Path) -> None:
             f"the plain defaults of the settings; `defaults: [base, _self_]` as its first line builds on base.yaml",
             file=sys.stderr,
         )
+    return values
 
 
 def _refuse_secrets(texts: Sequence[str]) -> None:
