@@ -136,6 +136,7 @@ class EpisodeIndex:
         self.progress = (0, 0)  # bytes read and to read by the refresh that is going on
         self._refreshing = threading.Lock()
         self._table: tuple[dict[str, _File], Any] = {}, np.empty(0, _ROW)  # by name, and the rows of all
+        self._orders: tuple[Any, dict[str, Any]] = None, {}  # of those rows, by column
         self._names: dict[str, int] = {}  # values to their numbers
         self._envs: dict[str, int] = {}
         self._ends: dict[tuple[str, str | None], int] = {("ok", None): 0}
@@ -230,16 +231,25 @@ class EpisodeIndex:
         if wanted.text:
             asked = [self._search(name, file, wanted) for name, file in files.items()]
             keep &= np.concatenate([np.empty(0, bool), *asked])
-        found = np.flatnonzero(keep)
         order = ORDERS.get(order, order)
         column = order.removeprefix("-")
-        if column != "file":  # which they are in
-            values = rows[column][found]
+        places = self._sorted(rows, column)
+        found = places[keep[places]]
+        return rows, found if order == column else found[::-1]
+
+    def _sorted(self, rows: Any, column: str) -> Any:
+        """The places of all rows in the order of a column, kept until there are other rows."""
+        of, known = self._orders
+        if of is not rows:
+            known = {"file": np.arange(len(rows))}  # which they are in
+            self._orders = rows, known
+        if column not in known:
+            values = rows[column]
             if column == "env":
                 values = np.argsort(np.argsort(list(self._envs)))[values]  # their order in the alphabet
-            unsolved = rows["outcome"][found] != 0  # of equals, turned round, they come first
-            found = found[np.lexsort((-rows["turns"][found], unsolved, values))]
-        return rows, found if order == column else found[::-1]
+            unsolved = rows["outcome"] != 0  # of equals, turned round, they come first
+            known[column] = np.lexsort((-rows["turns"], unsolved, values))
+        return known[column]
 
     def _search(self, name: str, file: _File, wanted: Filter) -> Any:
         """Which rows of a file have the text in an observation, a response or an action."""
