@@ -197,9 +197,7 @@ def _converted(asked: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(asked, kind, strict=False)
     except msgspec.ValidationError as error:
-        expected, _, place = str(error).partition(
-            " - at "
-        )  # "Expected `int | null`, got `str` - at `$.group`"
+        expected, _, place = str(error).partition(" - at ")  # of "Expected `int`, got `str` - at `$.group`"
         expected = re.sub(r"`(\w+)[^`]*`", lambda kind: _KINDS.get(kind[1], kind[1]), expected)
         name = place.strip("`$.")
         wrong = f"{name}={asked[name][:40]!r}" if name else repr(asked)[:40]

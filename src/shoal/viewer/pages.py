@@ -410,10 +410,10 @@ def overview(site: Site, run: Run) -> Page:
         "written": clock(run.written()),
         "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
     }
-    log = anchor(site, "Log", f"{site.place(run)}/log", class_="button") if run.log() else None
+    to_log = anchor(site, "Log", f"{site.place(run)}/log", class_="button") if run.log() else None
     parts = [
         tag("header", tag("h1", run.name, " ", state(status)), facts(told)),
-        command(started, log) if (started := run.started_by()) else log,
+        command(started, to_log) if (started := run.started_by()) else to_log,
         tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
         _resumed(run, status),
         advice_list(advise(rows, config, run=str(run.path))) if run.kind in PANELS and rows else None,
