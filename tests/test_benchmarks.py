@@ -49,6 +49,9 @@ def test_the_pages_of_results_show_the_last_results(monkeypatch):
     presets = importlib.import_module("benchmarks.presets")
     monkeypatch.setattr(presets, "put", tables.put)
     presets.write_table()
+    lag = importlib.import_module("benchmarks.lag")
+    monkeypatch.setattr(lag, "put", tables.put)
+    lag.write_table()
     assert len(made) > 6
     for page, name, text in made:
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in (ROOT / "docs" / page).read_text(), (
