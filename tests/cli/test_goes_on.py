@@ -69,7 +69,7 @@ def left_by(folder):
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (".lock", "config.yaml", "metrics.jsonl"):
+        if path.is_file() and name not in (".lock", "log.txt", "config.yaml", "metrics.jsonl"):
             found[name] = path.read_bytes()
     summary = json.loads(found["summary.json"])
     times = ("seconds_rollout", "tokens_per_second", "engine_busy", "rollout_batches")

@@ -99,6 +99,7 @@ def test_processes_of_this_machine_take_over_where_ray_is_shut_down(cluster, cap
         calm = manager.collect(4)
         ray.shutdown()
         assert manager.collect(4) == calm
-        assert len(manager.worker_pids()) == 2
+        while len(manager.worker_pids()) < 2:  # one may still be starting when the other has played all
+            assert manager.collect(4) == calm
         assert not ray.is_initialized()
     assert "Ray was shut down; a process of this machine takes its place" in caplog.text
