@@ -308,7 +308,6 @@ class RunFolder(Closing):
         if self._lock is not None:
             self._lock.note(command)
             self._log = _LogFile(self.path / LOG)
-            self.log(f"{STARTED}{_command_line()}")
 
     def close(self) -> None:
         """Let others write the folder; may be called twice."""
@@ -321,7 +320,7 @@ class RunFolder(Closing):
     def log(self, text: str, level: int = logging.INFO) -> None:
         """Add a line to the log of the run, and of no other one that this process has open."""
         if self._log is not None:
-            self._log.handle(logging.LogRecord("shoal", level, "", 0, text, None, None))
+            self._log.say(text, level)
 
     def hold(self) -> None:
         """Check that no other run has the folder, before anything is written into it."""
@@ -385,6 +384,8 @@ class RunFolder(Closing):
 
     def _go_on(self) -> None:
         """Something is added, so the summary of an earlier end is removed."""
+        if self._log is not None:
+            self._log.begin()
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def clocks(self) -> dict[str, float]:
@@ -426,6 +427,7 @@ class RunFolder(Closing):
         """
         if not (self.path / "summary.json").exists():
             try:
+                self.hold()
                 if not isinstance(error, KeyboardInterrupt):
                     self.log("".join(traceback.format_exception(error)).rstrip(), logging.ERROR)
                 if isinstance(error, KeyboardInterrupt):
@@ -444,17 +446,32 @@ def _command_line() -> str:
 
 
 class _LogFile(logging.Handler):
-    """Adds to a file what shoal says in this process; what cannot be written, on a full disk, is left out."""
+    """Adds to a file what shoal says in this process; what cannot be written, on a full disk, is left out.
+
+    The file begins with the command, once something is said or `begin` is called: a run that is refused leaves none.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        self._path = path
         self._file: TextIO | None = None
-        with contextlib.suppress(OSError):
-            self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
-            logging.getLogger("shoal").addHandler(self)
+        logging.getLogger("shoal").addHandler(self)
+
+    def begin(self) -> None:
+        """Write the command down, unless that was done."""
+        if self._file is None:
+            with contextlib.suppress(OSError):
+                self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
+                self.say(f"{STARTED}{_command_line()}")
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Add a line that no other log gets."""
+        self.handle(logging.LogRecord("shoal", level, "", 0, text, None, None))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Add a line of whoever said it."""
+        self.begin()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 print(self.format(record), file=self._file, flush=True)
