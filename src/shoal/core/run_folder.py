@@ -307,7 +307,7 @@ class RunFolder(Closing):
             )
         if self._lock is not None:
             self._lock.note(command)
-            self._log = _LogFile(self.path / LOG)
+            self._log = _LogFile(self.path / LOG, self._lock)
 
     def close(self) -> None:
         """Let others write the folder; may be called twice."""
@@ -427,7 +427,6 @@ class RunFolder(Closing):
         """
         if not (self.path / "summary.json").exists():
             try:
-                self.hold()
                 if not isinstance(error, KeyboardInterrupt):
                     self.log("".join(traceback.format_exception(error)).rstrip(), logging.ERROR)
                 if isinstance(error, KeyboardInterrupt):
@@ -451,8 +450,9 @@ class _LogFile(logging.Handler):
     The file begins with the command, once something is said or `begin` is called: a run that is refused leaves none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: FolderLock) -> None:
         super().__init__()
+        self._lock = lock
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         self._path = path
         self._file: TextIO | None = None
@@ -461,7 +461,8 @@ class _LogFile(logging.Handler):
     def begin(self) -> None:
         """Write the command down, unless that was done."""
         if self._file is None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, WorkerError):
+                self._lock.take()  # the folder may be that of another run by now
                 self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
                 self.say(f"{STARTED}{_command_line()}")
 
