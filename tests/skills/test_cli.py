@@ -219,7 +219,7 @@ def test_what_is_in_training_is_told_in_between(
     states = [re.sub(r"^ +\d+\.\d s  ", "", line) for line in lines if "Collect Wood:" in line]
     states = [line for line in states if not line.startswith("…")]
     assert states == ["Collect Wood: running", "Collect Wood: completed"]
-    assert any(re.fullmatch(r"… in training: Collect Wood: \d+ s so far", line) for line in lines)
+    assert any(re.fullmatch(r"… in training: Collect Wood: \d+(\.\d)? s so far", line) for line in lines)
 
 
 def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(

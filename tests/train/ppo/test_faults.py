@@ -100,7 +100,7 @@ def test_a_finished_run_is_evaluated_longer_when_asked_to(tmp_path):
     after = everything(tmp_path / "run")
     changed = {name for name in after if after[name] != before.get(name)}
     assert "summary.json" in changed
-    assert changed <= {"summary.json", "config.yaml", "curves.png"} | {
+    assert changed <= {"log.txt", "summary.json", "config.yaml", "curves.png"} | {
         n for n in changed if n.startswith("best/")
     }
 

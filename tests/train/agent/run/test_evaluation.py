@@ -125,7 +125,7 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
         disk.setattr("shoal.train.records.evaluation.write_trajectories", full)
         assert main([*evaluate, "--env", "frozen_lake"]) == 1
     assert "No space left" in capsys.readouterr().err
-    assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories", "unfinished.jsonl"]
+    assert sorted(os.listdir(out)) == [".lock", "config.yaml", "log.txt", "trajectories", "unfinished.jsonl"]
     assert os.listdir(out / "trajectories") == []
     assert main(evaluate) == 2
     assert "holds 2 episodes of unfinished work" in capsys.readouterr().err
@@ -139,10 +139,10 @@ def test_a_panel_and_an_evaluation_leave_nothing_of_each_other_in_a_folder(run, 
     evaluate = ["eval", str(run), "--episodes", "2", "--out", str(out)]
     for _ in range(2):
         assert main([*evaluate, "--panel", "core"]) == 0
-        assert sorted(os.listdir(out)) == [".lock", "panel.json", "summary.json", "trajectories"]
+        assert sorted(os.listdir(out)) == [".lock", "log.txt", "panel.json", "summary.json", "trajectories"]
         assert os.listdir(out / "trajectories") == ["frozen_lake.jsonl"]
         assert main(evaluate) == 0
-        assert sorted(os.listdir(out)) == [".lock", "config.yaml", "summary.json", "trajectories"]
+        assert sorted(os.listdir(out)) == [".lock", "config.yaml", "log.txt", "summary.json", "trajectories"]
         assert os.listdir(out / "trajectories") == ["eval.jsonl"]
 
 
