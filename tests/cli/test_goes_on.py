@@ -285,3 +285,20 @@ def test_a_command_killed_at_random_moments_goes_on_and_counts_each_episode_once
         (t["iteration"], t["group"], t["member"]) for t in map(json.loads, file.read_bytes().splitlines())
     ]
     assert len(places) == len(set(places)) == 120
+
+
+@pytest.mark.parametrize("name", ["eval", "rollout", "rollout threads"])
+def test_a_command_that_ended_when_all_was_played_plays_nothing_again(run, tmp_path, monkeypatch, name):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words = commands(run, tmp_path / "out")[name]
+    module = "evaluation" if name == "eval" else "rollouts"
+    with monkeypatch.context() as disk:
+        disk.setattr(f"shoal.train.records.{module}.write_trajectories", full)
+        assert main(words) == 1
+    played = []
+    monkeypatch.setattr(Journal, "add", lambda self, trajectory: played.append(trajectory))
+    assert main(words) == 0
+    assert played == []
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"

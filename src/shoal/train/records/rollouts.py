@@ -238,7 +238,7 @@ def _metrics(
         "episodes": len(trajectories),
         **rollout_metrics(trajectories),
         "seconds_rollout": round(seconds, 4),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,  # all were kept, and none played
     }
 
 
