@@ -9,21 +9,19 @@ again. `--table` only writes the table of docs/asynchrony.md; `--quick` runs two
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO / "src"), str(REPO)]
 
-from benchmarks.stabilisers import Case, Run, read_runs, say, trained  # noqa: E402
+from benchmarks.presets import reached, run_missing  # noqa: E402
+from benchmarks.stabilisers import Case, Run, read_runs, trained  # noqa: E402
 from benchmarks.tables import put, table  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "lag.jsonl"
-SEEDS, ITERATIONS = tuple(range(8)), 60
+ITERATIONS = 60
 AHEAD = (
     "agent_proxy.use_parallel_rollout=true",
     "agent_proxy.parallel_n_jobs=1",
@@ -39,9 +37,9 @@ CASES = {
 """What is set beside the settings of `demo`; `presets.py` has it without a lag."""
 
 
-def run(name: str, seed: int, iterations: int = ITERATIONS, more: Sequence[str] = ()) -> Run:
+def run(name: str, seed: int, iterations: int | None = None) -> Run:
     """One case with one seed."""
-    return trained(Case("demo", "grpo", name, seed), "demo", [*CASES[name], *more], iterations)
+    return trained(Case("demo", "grpo", name, seed), "demo", CASES[name], iterations or ITERATIONS)
 
 
 def rows_of(runs: Sequence[Run]) -> list[list[str]]:
@@ -52,11 +50,7 @@ def rows_of(runs: Sequence[Run]) -> list[list[str]]:
         if not own:
             lines.append([name, *"···"])
             continue
-        first = [
-            next(i for i, x in enumerate(one.success, 1) if x >= 0.95)
-            for one in own
-            if max(one.success) >= 0.95
-        ]
+        first = reached(own)
         held_out = sorted(one.heldout for one in own)
         lines.append(
             [
@@ -79,32 +73,5 @@ def write_table() -> None:
     put("asynchrony.md", "lags", table(head, rows_of(read_runs(RESULTS))))
 
 
-def main() -> None:
-    """Run what has no line yet."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="; ".join(CASES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--quick", action="store_true", help="two iterations of one case, nothing saved")
-    parser.add_argument("--table", action="store_true", help="write the table alone")
-    options = parser.parse_args()
-    if unknown := set(options.cases) - set(CASES):
-        parser.error(f"no case named {', '.join(sorted(unknown))}; there are: {'; '.join(CASES)}")
-    if options.quick:
-        say(run("lag 2", 0, 2))
-        return
-    known = {(one.arm, one.seed) for one in read_runs(RESULTS)}
-    for seed in () if options.table else options.seeds:
-        for name in options.cases or CASES:
-            if (name, seed) in known:
-                continue
-            done = run(name, seed)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(asdict(done)) + "\n")
-            say(done)
-    write_table()
-
-
 if __name__ == "__main__":
-    main()
+    run_missing(__doc__, tuple(CASES), run, lambda one: one.arm, RESULTS, write_table)

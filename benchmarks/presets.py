@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,9 +27,10 @@ PRESETS = tuple(sorted(path.stem for path in (REPO / "src/shoal/configs/algorith
 SEEDS, ITERATIONS = tuple(range(8)), 80
 
 
-def run(preset: str, seed: int, iterations: int = ITERATIONS) -> Run:
+def run(preset: str, seed: int, iterations: int | None = None) -> Run:
     """One preset with one seed."""
-    return trained(Case("demo", preset, "preset", seed), "demo", [f"algorithm={preset}"], iterations)
+    case = Case("demo", preset, "preset", seed)
+    return trained(case, "demo", [f"algorithm={preset}"], iterations or ITERATIONS)
 
 
 def holds(one: Run) -> bool:
@@ -47,11 +48,7 @@ def rows_of(runs: Sequence[Run]) -> list[list[str]]:
             lines.append([preset, *"····"])
             continue
         lowest = [low for one in own if (low := lowest_after(one.success)) is not None]
-        first = [
-            next(i for i, x in enumerate(one.success, 1) if x >= 0.95)
-            for one in own
-            if max(one.success) >= 0.95
-        ]
+        first = reached(own)
         lines.append(
             [
                 preset,
@@ -69,32 +66,53 @@ def write_table() -> None:
     put("learning-results.md", "presets", table(head, rows_of(read_runs(RESULTS))))
 
 
-def main() -> None:
-    """Run what has no line yet."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("presets", nargs="*", metavar="PRESET", help=", ".join(PRESETS))
+def reached(runs: Sequence[Run], goal: float = 0.95) -> list[int]:
+    """The first iteration with that success while sampling, of each run that has one."""
+    return [
+        next(i for i, x in enumerate(one.success, 1) if x >= goal) for one in runs if max(one.success) >= goal
+    ]
+
+
+def run_missing(
+    told: str | None,
+    names: Sequence[str],
+    run: Callable[[str, int, int | None], Run],
+    name_of: Callable[[Run], str],
+    results: Path,
+    write: Callable[[], None],
+) -> None:
+    """The command line of a benchmark of several cases and seeds, which runs what has no line in its results.
+
+    Args:
+        told: its help.
+        names: of the cases.
+        run: one case with a seed, so many iterations or as many as it has.
+        name_of: the case of a run.
+        results: the file of lines.
+        write: writes its table.
+    """
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(names))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--quick", action="store_true", help="two iterations of one preset, nothing saved")
+    parser.add_argument("--quick", action="store_true", help="two iterations of one case, nothing saved")
     parser.add_argument("--table", action="store_true", help="write the table alone")
     options = parser.parse_args()
-    if unknown := set(options.presets) - set(PRESETS):
-        parser.error(f"no preset named {', '.join(sorted(unknown))}; there are: {', '.join(PRESETS)}")
+    if unknown := set(options.names) - set(names):
+        parser.error(f"nothing is named {', '.join(sorted(unknown))}; there are: {'; '.join(names)}")
     if options.quick:
-        say(run("grpo", 0, 2))
+        say(run(names[0], 0, 2))
         return
-    known = {(one.algorithm, one.seed) for one in read_runs(RESULTS)}
+    known = {(name_of(one), one.seed) for one in read_runs(results)}
     for seed in () if options.table else options.seeds:
-        for preset in options.presets or PRESETS:
-            if (preset, seed) in known:
+        for name in options.names or names:
+            if (name, seed) in known:
                 continue
-            done = run(preset, seed)
-            with RESULTS.open("a") as file:
+            done = run(name, seed, None)
+            with results.open("a") as file:
                 file.write(json.dumps(asdict(done)) + "\n")
             say(done)
-    write_table()
+    write()
 
 
 if __name__ == "__main__":
-    main()
+    run_missing(__doc__, PRESETS, run, lambda one: one.algorithm, RESULTS, write_table)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M on six small games of one's own: an env class, five lines of YAML, and the settings of `smollm2`.
+"""SmolLM2-135M on six small games of one's own: an env class, three or four lines of YAML, the settings of `smollm2`.
 
     python benchmarks/real_model.py [GAME …] [--seeds 0 1 2] [--quick] [key=value …]
 

@@ -440,9 +440,16 @@ def test_the_log_of_a_run_has_its_command_its_warnings_and_how_it_ended(tmp_path
     assert told[2] == "ERROR ZeroDivisionError: no fish"
     assert re.fullmatch(r"INFO failed after [0-9.]+ s", told[-1])
     assert "of the other alone" in (tmp_path / "other" / "log.txt").read_text()
-    with RunFolder(tmp_path / "run", "train", 0) as run:  # resumed
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/mine.py", "--password", "carp"]
+    )  # resumed by another program
+    with RunFolder(tmp_path / "run", "train", 0) as run:
+        logging.getLogger("shoal.envs").warning("an env\n2026-01-01 00:00:00 INFO started by: no\rshoal")
         run.finish({})
-    assert (tmp_path / "run" / "log.txt").read_text().count("started by") == 2
+    again = (tmp_path / "run" / "log.txt").read_text().split("\n")[len(lines) :]
+    assert [line[20:] for line in again[:2]] == ["INFO started by: mine.py", "WARNING an env"]
+    assert again[2:4] == ["    2026-01-01 00:00:00 INFO started by: no", "    shoal"]
+    assert "carp" not in "".join(again)
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, capsys):

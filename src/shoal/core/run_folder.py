@@ -438,10 +438,14 @@ class RunFolder(Closing):
 
 
 def _command_line() -> str:
-    """What started this process, as it can be typed."""
+    """The command of shoal that started this process, as it can be typed; of another program its name alone.
+
+    What others are called with may be a secret.
+    """
     first = Path(sys.argv[0])
-    program = ["python", "-m", first.parent.name] if first.name == "__main__.py" else [first.name]
-    return shlex.join([*program, *sys.argv[1:]])
+    module = first.parent.name if first.name == "__main__.py" else None
+    program = ["python", "-m", module] if module else [first.name]
+    return shlex.join([*program, *sys.argv[1:]] if (module or first.stem) == "shoal" else program)
 
 
 class _LogFile(logging.Handler):
@@ -475,7 +479,8 @@ class _LogFile(logging.Handler):
         self.begin()
         if self._file is not None:
             with contextlib.suppress(OSError):
-                print(self.format(record), file=self._file, flush=True)
+                # lines of a text are set in, so that none of them looks like one of the log
+                print("\n    ".join(self.format(record).splitlines()), file=self._file, flush=True)
 
     def end(self) -> None:
         """Write no more; `close` does nothing, which whoever sets up logging calls of all handlers, as uvicorn does."""

@@ -19,15 +19,7 @@ import msgspec
 
 from shoal.core.configuration import read_settings
 from shoal.core.errors import DataError
-from shoal.core.run_folder import (
-    LOG,
-    STARTED,
-    UNFINISHED,
-    FolderLock,
-    is_number,
-    latest,
-    whole_rows,
-)
+from shoal.core.run_folder import LOG, STARTED, UNFINISHED, FolderLock, is_number, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -145,8 +137,8 @@ class Run:
 
     def started_by(self) -> str | None:
         """The command line that wrote into the run last, as far as the end of its log goes back."""
-        found = [line for line in self.log().splitlines() if STARTED in line]
-        return found[-1].partition(STARTED)[2] if found else None
+        found = re.findall(rf"^\S+ \S+ INFO {STARTED}(.*)$", self.log(), re.MULTILINE)
+        return found[-1] if found else None
 
     def seed(self) -> Any:
         """The seed of the run, None where it is not known."""

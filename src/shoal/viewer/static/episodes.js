@@ -76,7 +76,7 @@ function prepare() {
 function markFound() {
   const text = new URLSearchParams(location.search).get("text")?.toLowerCase();
   if (!text || !window.Highlight || !turnsOf().length) return;
-  const ranges = [];
+  const found = new Highlight();
   for (const turn of turnsOf()) {
     const walk = document.createTreeWalker(turn, NodeFilter.SHOW_TEXT);
     for (let node = walk.nextNode(); node; node = walk.nextNode()) {
@@ -85,11 +85,11 @@ function markFound() {
         const range = new Range();
         range.setStart(node, at);
         range.setEnd(node, at + text.length);
-        ranges.push(range);
+        found.add(range);
       }
     }
   }
-  CSS.highlights.set("found", new Highlight(...ranges));
+  CSS.highlights.set("found", found);
 }
 
 // --- a screenshot over the whole window, and back
