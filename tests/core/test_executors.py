@@ -311,3 +311,19 @@ def test_a_container_with_a_quota_has_as_many_cores(tmp_path, monkeypatch, files
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_cpus() == cores
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [("RPC error: InvalidAuthToken", "wants a token.*RAY_AUTH_MODE=token"), ("no node", "Failed.*ray status")],
+)
+def test_a_cluster_that_cannot_be_joined_says_why(starts, monkeypatch, cause, told):
+    def refused(address, **options):
+        raise ConnectionError("Failed to connect") from RuntimeError(cause)
+
+    monkeypatch.setattr(sys.modules["ray"], "init", refused)
+    monkeypatch.setattr(sys.modules["ray"], "exceptions", types.SimpleNamespace(), raising=False)
+    sys.modules["ray"].exceptions.AuthenticationError = PermissionError
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is 'auto', and Ray cannot join.*{told}"):
+        executors.connect_ray()

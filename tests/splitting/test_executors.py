@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 
 
@@ -64,6 +64,31 @@ def test_any_executor_gives_the_serial_batch_and_tells_of_progress(processor, ma
     assert_same_batches(batch, splitter.split(ids))
     assert executor.tasks < len(ids)  # the processor travels with each task
     assert seen == [(n, 20) for n in range(1, 21)]
+
+
+class OnAnotherMachine(Elsewhere):
+    """Runs tasks where this folder is not."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def submit(self, fn, /, *args, **kwargs):
+        away = self.folder.with_name("away")
+        self.folder.rename(away)
+        try:
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            away.rename(self.folder)
+
+
+def test_recordings_that_are_here_alone_are_no_bad_recordings(processor, damaged):
+    root, ids = damaged
+    splitter = StepwiseTrajectorySplitter(processor, root, padding="longest", on_error="skip")
+    with pytest.raises(ConfigError, match=f"{ids[0]}.*here it can be read.*must lie in a folder"):
+        splitter.split(ids, executor=OnAnotherMachine(root))
+    batch = splitter.split(ids, executor=Elsewhere())  # what is broken here too is left out
+    assert [item.dataset_id for item in batch.skipped] == [ids[2], ids[5]]
 
 
 @pytest.mark.slow

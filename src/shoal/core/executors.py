@@ -204,6 +204,11 @@ class LokyExecutor(Executor):
 # --- Ray
 MOST_RAY_TASKS = 256
 """Tasks that are on Ray at a time where `workers` is not given."""
+TOKEN_WANTED = (
+    "it wants a token (Ray checks one where the head found ~/.ray/auth_token, which any local Ray leaves): set "
+    "RAY_AUTH_MODE=token, with the same ~/.ray/auth_token or RAY_AUTH_TOKEN on every machine, or start the head with "
+    "RAY_AUTH_MODE=disabled"
+)
 
 
 def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
@@ -218,14 +223,21 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigError: nothing answers where `RAY_ADDRESS` says.
+        ConfigError: nothing answers where `RAY_ADDRESS` says, or it wants a token.
     """
     with needs_extra(wanted_by, "parallel"):
         import ray
     if not ray.is_initialized():
         address = ray_address()
         local = {"num_cpus": num_cpus, "include_dashboard": False} if address == "local" else {}
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local)
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            token = "AuthToken" in f"{error}{error.__cause__}"
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and Ray cannot join that cluster: "
+                + (TOKEN_WANTED if token else f"{error}; `ray status` says more")
+            ) from error
     return ray
 
 

@@ -341,6 +341,11 @@ class TrajectorySplitter:
                 if isinstance(outcome, SplitTrajectory):
                     yield outcome
                 else:
+                    if not here and isinstance(_split_job(self.plan, job), SplitTrajectory):
+                        raise ConfigError(
+                            f"{outcome}; here it can be read: the recordings must lie in a folder that is the same "
+                            "wherever tasks run, or be split without Ray"
+                        ) from outcome
                     if self.on_error == "raise":
                         raise outcome
                     logger.warning("skipped: %s", outcome)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -297,6 +298,11 @@ class SlurmLauncher:
 
 def run_command(command: list[str], env: dict[str, str], log: str) -> int:
     """Run a training on a node of a cluster; it dies with the process that runs this."""
+    if not (folder := Path(log).parent).is_dir():
+        raise ConfigError(
+            f"{folder} is not on {platform.node()}, where Ray placed this training: the run folder must be one that "
+            "all nodes share"
+        )
     python, option, module, *rest = command
     command = [python, option, module, "--parent", str(os.getpid()), *rest]
     with Path(log).open("ab") as output:
