@@ -1,6 +1,8 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
+import sys
 import threading
+import types
 
 import pytest
 from tests.rollout.doubles import (
@@ -9,6 +11,7 @@ from tests.rollout.doubles import (
     InterruptingEngine,
     check_faulty,
     config,
+    with_env,
 )
 
 from shoal import envs
@@ -83,6 +86,16 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
         played = manager.collect(4)
         thread.join()
     assert played == calm
+
+
+def test_a_module_that_only_this_machine_has_is_named(cluster, caplog, monkeypatch):
+    alone = types.ModuleType("here_alone")
+    alone.Away = type("Away", (CounterEnv,), {"__module__": "here_alone"})
+    monkeypatch.setitem(sys.modules, "here_alone", alone)
+    settings = with_env(alone.Away, n_jobs=1)
+    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
+        assert manager.collect(4) == play("serial")[0]
+    assert "No module named 'here_alone' (install it on every node, or send its folder: ray_options=" in caplog.text
 
 
 def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):

@@ -241,6 +241,16 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
     return ray
 
 
+def ray_reason(error: BaseException) -> str:
+    """Ray's reason for a death in one line, and what to do where only this machine has a module."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
+    cause = next((line for line in lines if "dead because" in line), (lines or [type(error).__name__])[-1])
+    cause = cause.partition("dead because ")[2].partition(". ")[0] or cause[:300]
+    if cause.startswith("ModuleNotFoundError"):
+        cause += " (install it on every node, or send its folder: ray_options={runtime_env: {working_dir: FOLDER}})"
+    return cause
+
+
 def ray_address() -> str:
     """What `RAY_ADDRESS` names, "local" if nothing; a `ConfigError` where nothing answers at a host and port."""
     address = os.environ.get("RAY_ADDRESS") or "local"

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
-from shoal.core.executors import connect_ray
+from shoal.core.executors import connect_ray, ray_reason
 from shoal.rollout.hosts.episodes import Message, Setup, decode_event, decode_message, encode
 from shoal.rollout.hosts.host import Host, HostsFailedError, SlotsHost, ThreadHost
 from shoal.rollout.hosts.processes import ProcessHosts, unpickled
@@ -55,7 +55,7 @@ class RayHost(SlotsHost):
             if self._ray.is_initialized():  # else a call would begin Ray anew
                 return self._receive(decode_event(await self._actor.tell.remote(data)))
         except self._ray.exceptions.RayError as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
+            why = ray_reason(error)
         return self.lose(f"{self.name} was lost: {why}")
 
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.core.errors import ConfigError
-from shoal.core.executors import connect_ray
+from shoal.core.executors import connect_ray, ray_reason
 from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.env_group import EnvGroup, even_cuts
@@ -88,7 +88,7 @@ class RayWorker(Worker):
         try:
             data, rows = self._ray.get(self._reply)
         except self._ray.exceptions.RayError as error:
-            failure = self.failure("died", f"its Ray actor is gone: {reason_of(error)}")
+            failure = self.failure("died", f"its Ray actor is gone: {ray_reason(error)}")
             failure.trace = str(error)
             self.lose(failure)
             return Reply()
@@ -141,13 +141,6 @@ class RayWorker(Worker):
     def stats(self) -> dict[str, Any]:
         """How often it was restarted."""
         return {"envs": list(self.ids), "restarts": self.starts - 1}
-
-
-def reason_of(error: BaseException) -> str:
-    """Ray's reason for a death, in one line."""
-    lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
-    cause = next((line for line in lines if "dead because" in line), (lines or [type(error).__name__])[-1])
-    return cause.partition("dead because ")[2].partition(". ")[0] or cause[:300]
 
 
 def ray_workers(
