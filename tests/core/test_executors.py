@@ -315,7 +315,10 @@ def test_a_container_with_a_quota_has_as_many_cores(tmp_path, monkeypatch, files
 
 @pytest.mark.parametrize(
     ("cause", "told"),
-    [("RPC error: InvalidAuthToken", "wants a token.*RAY_AUTH_MODE=token"), ("no node", "Failed.*ray status")],
+    [
+        ("RPC error: InvalidAuthToken", "wants a token.*RAY_AUTH_MODE=token"),
+        ("no node", "Failed.*ray status"),
+    ],
 )
 def test_a_cluster_that_cannot_be_joined_says_why(starts, monkeypatch, cause, told):
     def refused(address, **options):

@@ -231,7 +231,9 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
         address = ray_address()
         local = {"num_cpus": num_cpus, "include_dashboard": False} if address == "local" else {}
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local)
+            ray.init(
+                address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local
+            )
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             token = "AuthToken" in f"{error}{error.__cause__}"
             raise ConfigError(
