@@ -1,5 +1,6 @@
 import concurrent.futures
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -330,3 +331,17 @@ def test_a_cluster_that_cannot_be_joined_says_why(starts, monkeypatch, cause, to
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is 'auto', and Ray cannot join.*{told}"):
         executors.connect_ray()
+
+
+def test_a_program_need_not_guard_what_it_does(tmp_path):
+    program = tmp_path / "bare.py"
+    program.write_text(
+        "from shoal.core.executors import make_executor\n"
+        "def twice(x):\n    return 2 * x\n"
+        "with make_executor('process', 1) as pool:\n"
+        "    print(list(pool.map(twice, [1, 2])), pool.submit(lambda: 'three').result())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[2, 4] three\n", done.stderr

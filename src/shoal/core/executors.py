@@ -9,9 +9,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import multiprocessing
 import operator
 import os
+import pickle
 import queue
 import socket
 import time
@@ -19,11 +19,13 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, TypeVar
 
 from shoal.core.errors import ConfigError, WorkerDiedError, did_you_mean, needs_extra
+from shoal.core.workers import dumps, without_main
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -177,11 +179,32 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
 
 
+class _Process(SpawnProcess):
+    """Does not import the caller's main file, which need not guard what it does."""
+
+    def start(self) -> None:
+        with without_main():
+            super().start()
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
 class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
-    """Python's process pool, with processes that are spawned."""
+    """Python's process pool, with processes that are spawned; lambdas and what is defined in `__main__` go by value."""
 
     def __init__(self, workers: int) -> None:
-        super().__init__(workers, mp_context=multiprocessing.get_context("spawn"))
+        super().__init__(workers, mp_context=_Context())
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run `fn` in a process of the pool."""
+        return super().submit(_called, dumps((fn, args, kwargs)))
+
+
+def _called(data: bytes) -> Any:
+    fn, args, kwargs = pickle.loads(data)
+    return fn(*args, **kwargs)
 
 
 class LokyExecutor(Executor):

@@ -165,8 +165,10 @@ class WorkerProcess:
             stays = method == "forkserver" or threading.current_thread() is threading.main_thread()
             self._process = context.Process(target=_main, args=(target, theirs, log, taken_over, stays, args))
             try:
-                with _uninterrupted():
-                    _start(self._process, method)
+                with _uninterrupted(), without_main():
+                    if method == "forkserver":
+                        _preload()
+                    self._process.start()
                     self.pid: int = self._process.pid
                     self._end = util.Finalize(self, _end, (self._process, self.pid), exitpriority=10)
             except OSError as error:
@@ -238,16 +240,15 @@ def ended_how(process: WorkerProcess | None) -> str:
     return describe_exit(process.exit_code)
 
 
-def _start(process: Any, method: str) -> None:
-    """Start a process that does not import the caller's main file."""
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that are started meanwhile do not import the caller's main file."""
     main = sys.modules["__main__"]
     with _STARTING:
         file, spec = main.__dict__.pop("__file__", None), getattr(main, "__spec__", None)
         main.__spec__ = None
         try:
-            if method == "forkserver":
-                _preload()
-            process.start()
+            yield
         finally:
             main.__spec__ = spec
             if file is not None:
