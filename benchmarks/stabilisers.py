@@ -1,9 +1,9 @@
-"""What five settings that are part of no algorithm do: each is left out of tiny runs, and all of them.
+"""What four settings that are part of no algorithm do: each is left out of tiny runs, and all of them.
 
     python benchmarks/stabilisers.py [--minutes 60] [--only WORD …] [--quick] [--table]
 
-The settings are those of `STABILISERS`. The last two act beside a critic only, so `grpo` and `rloo` run without the
-other three, one by one, and `ppo` without these two. All else is as in `base`: the tiny model, 32 groups of 8, and a
+The settings are those of `STABILISERS`. The last acts beside a critic only, so `grpo` and `rloo` run without the other
+three, one by one, and `ppo` without this one. All else is as in `base`: the tiny model, 32 groups of 8, and a
 warm-up on random actions. Four tasks: the lake of `demo`, a hidden number to find by feedback, doors of which wrong
 ones cost more than leaving (a trap), and a maze with many starts. `rloo` has the loss of `grpo`, which takes several
 steps a batch; that of its preset has no ratios, and takes one.
@@ -159,7 +159,6 @@ STABILISERS = {
     "rehearsal": {"warmup.rehearsal": 1.0},
     "share": {"algorithm.filter_groups.enable": "true", "algorithm.filter_groups.scale_by_share": "true"},
     "target": {"algorithm.entropy_coef": 0.03, "algorithm.entropy_target": 0.4},
-    "shrink": {"algorithm.critic.shrink_bonus": "true"},
     "spread": {"algorithm.critic.least_spread": 0.1},
 }
 """The settings of each, by a short name."""
@@ -167,7 +166,6 @@ OFF = {
     "rehearsal": {"warmup.rehearsal": 0.0},
     "share": {"algorithm.filter_groups.enable": "true", "algorithm.filter_groups.scale_by_share": "false"},
     "target": {"algorithm.entropy_coef": 0.0, "algorithm.entropy_target": "null"},
-    "shrink": {"algorithm.critic.shrink_bonus": "false"},
     "spread": {"algorithm.critic.least_spread": 0.0},
 }
 """What stands there without it: groups without a difference are left out all the same, and there is no bonus."""
@@ -175,15 +173,14 @@ NAMES = {
     "rehearsal": "warmup.rehearsal",
     "share": "filter_groups.scale_by_share",
     "target": "entropy_target",
-    "shrink": "critic.shrink_bonus",
     "spread": "critic.least_spread",
 }
-WITH_CRITIC = ("shrink", "spread")
+WITH_CRITIC = ("spread",)
 ALL, NONE = "all on", "all off"
 ARMS = {
     "grpo": (ALL, NONE, "rehearsal", "target", "share"),
     "rloo": (ALL, NONE, "rehearsal", "target", "share"),
-    "ppo": (ALL, NONE, "shrink", "spread"),
+    "ppo": (ALL, NONE, "spread"),
 }
 """By algorithm; the name of a stabiliser is the arm without it."""
 

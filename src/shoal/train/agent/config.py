@@ -92,9 +92,6 @@ class Critic:
     least_spread: float = 0.0
     """Divide advantages by no less than this share of the root mean square of the returns: where every episode
     succeeds, they are the errors of the critic alone; 0 is off."""
-    shrink_bonus: bool = False
-    """Multiply the entropy bonus by the standard deviation of the advantages where that is below 1: where every episode
-    succeeds, alone it would turn a move that nothing holds."""
 
     def __post_init__(self) -> None:
         check_ranges(self, gae_lambda="[0, 1]", learning_rate="(0, inf)", value_clip="(0, inf]")

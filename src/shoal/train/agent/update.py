@@ -273,7 +273,7 @@ def update(
     algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
     totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
     has_signal = any(sample.columns["advantages"].any() for sample in samples)
-    coef = _entropy_coef(learner, samples, entropy, has_signal)
+    coef = _entropy_coef(algorithm, entropy, has_signal)
     pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
     if not (has_signal or coef or pulls or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
@@ -304,20 +304,14 @@ def update(
     return row
 
 
-def _entropy_coef(
-    learner: Learner, samples: Sequence[Sample], entropy: float | None, has_signal: bool
-) -> float:
+def _entropy_coef(algorithm: Algorithm, entropy: float | None, has_signal: bool) -> float:
     """The coefficient of the entropy bonus in an update.
 
     Without a target there is none where no rewards differ: alone it would make the policy ever more random.
     """
-    algorithm = learner.algorithm
-    coef = algorithm.entropy_coef if has_signal else 0.0
     if entropy is not None and algorithm.entropy_target is not None:
-        coef = entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
-    if learner.critic is not None and algorithm.critic.shrink_bonus:
-        coef *= min(1.0, float(np.concatenate([sample.columns["advantages"] for sample in samples]).std()))
-    return coef
+        return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+    return algorithm.entropy_coef if has_signal else 0.0
 
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:

@@ -1,6 +1,5 @@
 """Steps that fit the signal: what an update does where few groups differ, or none."""
 
-import numpy as np
 import pytest
 import torch
 from tests.records import Exchange, trajectory_of
@@ -10,7 +9,6 @@ from shoal.train.agent.algorithms.advantages import turn_advantages
 from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
-from shoal.train.agent.config import Critic as Settings
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.policy import Critic
 from shoal.train.agent.update import Learner, scaled, update
@@ -114,17 +112,6 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
     update(constant, contrast(ENGINE), 0)
     assert row["entropy_bonus"] == pytest.approx(bonus)
     torch.testing.assert_close(weights_of(one), weights_of(constant), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(("size", "share"), [(0.25, 0.25), (1.0, 1.0), (3.0, 1.0)])
-def test_with_a_critic_the_bonus_may_shrink_with_the_advantages(size, share):
-    samples = times(size, contrast(ENGINE))  # advantages of 1 and -1
-    samples = [s.with_column("values", np.zeros(1)).with_column("returns", np.zeros(1)) for s in samples]
-    bonus = {"entropy_coef": 0.04, "entropy_target": 0.4}
-    as_published = learner(Critic(ENGINE), adv_estimator="gae", **bonus)
-    assert update(as_published, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03)
-    one = learner(Critic(ENGINE), adv_estimator="gae", critic=Settings(shrink_bonus=True), **bonus)
-    assert update(one, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03 * share)
 
 
 # --- reinforce
