@@ -591,7 +591,8 @@ def _unknown(name: str, known: Iterable[str], module: str = "", has: str = "") -
     if module:
         said += f" {module[:-1]} was imported and has no {name}{has}."
     package, near = _package_of(name), _nearest(name, known)
-    if package is not None and not any(_plain(one) == _plain(name) for one in near):
+    imported = package is not None and module == f"{package.module}:"
+    if package is not None and not imported and not any(_plain(one) == _plain(name) for one in near):
         return UnknownNameError(f"{said} It is of a package that must be imported: {package.written(name)}")
     forms = "" if module else (
         " `shoal envs list` shows shoal's own, gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', "

@@ -185,13 +185,14 @@ def test_a_film_of_the_policy_is_one_of_its_batch(tmp_path):
 
 def test_ales_batch_trains_the_same_twice_on_its_own_screens():
     pytest.importorskip("ale_py")
-    small = {"n_envs": 2, "n_steps": 8, "batch_size": 16, "n_epochs": 1, "cnn": "small", "seed": 4}
+    size = {"img_height": 36, "img_width": 36, "num_threads": 1}
+    small = {"n_envs": 2, "n_steps": 8, "batch_size": 16, "n_epochs": 1, "seed": 4, "env_kwargs": size}
     after = []
     for _ in range(2):
         with PPO("ale:Pong-v5", **small) as ppo:
             assert ppo.preset == "ALE/Pong-v5"
             assert (ppo.factory.atari, ppo.factory.frame_stack) == (False, 0)
-            assert ppo.facts.observation_space.shape == (4, 84, 84)
+            assert ppo.facts.observation_space.shape == (4, 36, 36)
             ppo.learn(32)
             after.append(weights(ppo))
     assert_equal(*after)
@@ -199,10 +200,9 @@ def test_ales_batch_trains_the_same_twice_on_its_own_screens():
 
 def test_ales_batch_clips_rewards_in_training_and_not_in_an_evaluation():
     pytest.importorskip("ale_py")
-    short = {"max_num_frames_per_episode": 400, "num_threads": 1}
+    short = {"max_num_frames_per_episode": 400, "img_height": 16, "img_width": 16, "num_threads": 1}
     with PPO(
-        "ale_py:ALE/MsPacman-v5", backend="native", n_envs=2, n_steps=128, batch_size=256, n_epochs=1, cnn="small",
-        env_kwargs=short,
+        "ale_py:ALE/MsPacman-v5", backend="native", n_envs=2, n_steps=128, batch_size=256, n_epochs=1, env_kwargs=short,
     ) as ppo:  # fmt: skip
         row = next(ppo.updates(256))
         # A dot is worth 10 points, 1 when clipped; 400 frames are at most 100 steps.
