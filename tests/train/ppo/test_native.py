@@ -146,16 +146,21 @@ def test_a_run_that_goes_on_does_not_see_its_first_episodes_again(tmp_path):
     assert np.array_equal(seen[1], seen[2])
 
 
-def test_long_episodes_of_a_batch_are_not_broken_off_at_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_module, "REPLAY_LIMIT", 3)
+def test_a_checkpoint_breaks_off_no_episode_of_a_batch_and_what_goes_on_from_it_begins_new_ones(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ppo_module, "REPLAY_LIMIT", 1)
     with ramp(same_step_batch, backend="native") as ppo:
         ppo.learn(30)
         lengths = ppo.log.lengths.copy()
         assert lengths.tolist() == [2, 2, 2]
-        monkeypatch.setattr(ppo_module, "REPLAY_LIMIT", 1)
-        ppo.save(tmp_path)
+        folder = ppo.save(tmp_path)
         assert np.array_equal(ppo.log.lengths, lengths)
-        ppo.learn(30)
+        assert next(ppo.updates(30))["length"] == 4.0  # all that ended, 2 of whose steps were before
+    with PPO.load(folder, same_step_batch) as ppo:
+        row = next(ppo.updates(30))
+        assert row["length"] == 4.0  # and none that began before
+        assert row["reward"] <= 2 + 3 + 4 + 5
 
 
 def test_a_checkpoint_of_a_batch_goes_on_with_the_batch_alone(tmp_path):
@@ -208,6 +213,7 @@ def test_ales_batch_clips_rewards_in_training_and_not_in_an_evaluation():
         # A dot is worth 10 points, 1 when clipped; 400 frames are at most 100 steps.
         assert 0 < row["reward"] < 100
         assert row["n_completed_episodes"] == 2
+        assert row["steps"] == 256  # no step is spent on a reset
         played = ppo.evaluate(1, deterministic=False)
         assert played.mean > 0
         assert played.mean % 10 == 0
@@ -278,6 +284,18 @@ def test_the_command_refuses_what_its_batch_does_itself(tmp_path, capsys):
     assert main(["train-ppo", "--env", "ale:Pong-v5", "--atari", "--run-dir", str(tmp_path / "run")]) == 2
     assert "atari=True: leave that out" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_takes_the_preset_without_what_the_batch_does_itself(tmp_path):
+    pytest.importorskip("ale_py")
+    run = tmp_path / "run"
+    size = ["--env-kwargs", "img_height=36", "img_width=36", "num_threads=1", "max_num_frames_per_episode=40"]
+    short = ["--total-timesteps", "16", "--n-steps", "8", "--n-envs", "2", "--eval-episodes", "1"]
+    game = ["--env", "ale_py:ALE/Pong-v5", "--backend", "native", "--no-tensorboard", "--run-dir", str(run)]
+    assert main(["train-ppo", *game, *short, *size]) == 0
+    saved = load_checkpoint(run)
+    assert saved.training["config"]["ent_coef"] == PRESETS["ALE/Pong-v5"].settings["ent_coef"]
+    assert saved.training["options"]["frame_stack"] == 0
 
 
 def test_the_name_of_a_batch_needs_its_backend():
