@@ -1,6 +1,6 @@
 """PPO beside Stable-Baselines3, sbx and a single-file PPO: steps a second and time to solve CartPole.
 
-    python benchmarks/ppo.py [--quick] [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
+    python benchmarks/ppo.py [--quick] [--parts cartpole lunarlander solve pong-batch] [--seconds 2] [--rounds 3]
                              [--cleanrl CHECKOUT]
     python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached,
                                                                  and those of benchmarks/ppo_cleanrl.py
@@ -9,6 +9,9 @@ Same hyperparameters and threads (one) for all. Steps are counted after a first 
 take turns, a row is the median of its rounds. CPU seconds include worker processes: on a machine that does
 other work too, compare those. The compiled path is checked against torch autograd before any time is taken.
 A rival that is not installed is left out. `--quick` takes one short turn of each and saves nothing.
+
+`--parts pong-batch` is Pong on ale-py's own batch beside the same game in this process and in workers, and beside
+stepping the batch alone: steps a second, and the shares of the time that stepping, inference and the update take.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo.envs import EnvFactory  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
 from shoal.train.ppo.presets import PRESETS, preset_for  # noqa: E402
+from shoal.vector import make_vec  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
 ENVS = {
@@ -54,7 +58,7 @@ ENVS = {
     "halfcheetah": "HalfCheetah-v5",
     "pong": "ALE/Pong-v5",
 }
-NEEDS = {"halfcheetah": ("mujoco",), "pong": ("ale_py", "cv2")}
+NEEDS = {"halfcheetah": ("mujoco",), "pong": ("ale_py", "cv2"), "pong-batch": ("ale_py",)}
 """Packages that a part is left out without."""
 COUNTS = {"cartpole": (1, 4, 8, 16), "lunarlander": (1, 4, 8, 16), "halfcheetah": (8,), "pong": (8,)}
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
@@ -69,6 +73,7 @@ IMAGES = (
     "shoal, bfloat16",
     "shoal, bfloat16, 2 workers",
 )  # all on the torch path
+BATCH, BATCH_ALONE = "shoal, ale-py's batch", "limit: stepping ale-py's batch only"
 SB3, SBX, SINGLE, LIMIT = "Stable-Baselines3", "sbx", "single-file PPO", "limit: stepping only"
 CLEANRL = "CleanRL"
 PROGRAMS = {"cartpole": "ppo.py", "lunarlander": "ppo.py", "halfcheetah": "ppo_continuous_action.py"}
@@ -78,6 +83,8 @@ LIBRARIES = {SB3: "stable_baselines3", SBX: "sbx"}
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 Meter = Callable[[], tuple[float, float]]
+Spent = dict[str, float]
+"""Wall seconds of each part of PPO."""
 
 
 def meter() -> tuple[float, float]:
@@ -119,18 +126,44 @@ class Watch:
         return steps / wall, steps / cpu, cpu
 
 
-def run_shoal(subject: str, env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
+def run_shoal(
+    subject: str, env: str, n_envs: int, settings: dict[str, Any], watch: Watch, spent: Spent | None = None
+) -> None:
     workers = 2 if "workers" in subject else 0
-    game = {"atari": True, "frame_stack": 4} if is_game(env) else {}
+    native = subject == BATCH  # which shows the game as the literature does by itself
+    game = {"atari": not native, "frame_stack": 0 if native else 4} if is_game(env) else {}
     precision = {"precision": "bfloat16"} if "bfloat16" in subject else {}
     with PPO(
-        env, n_envs=n_envs, backend="process" if workers else "serial", num_workers=workers or None,
+        env, n_envs=n_envs, backend="native" if native else "process" if workers else "serial",
+        num_workers=workers or None,
         path="torch" if "torch" in subject else "auto" if game else "compiled", batch_size=n_envs * 32,
         preset="none", **game, **precision, **settings,
     ) as ppo:  # fmt: skip
         for row in ppo.updates(10**9):
+            begun = watch.begin is not None
             if watch.stop(int(row["steps"])):
                 return
+            if spent is not None and not begun and watch.begin is not None:
+                note_parts(ppo, spent)
+
+
+def note_parts(ppo: PPO, spent: Spent) -> None:
+    """From now on add up what collecting, the inference in it, and the update take."""
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **more)
+            finally:
+                spent[part] = spent.get(part, 0.0) + time.perf_counter() - began
+
+        return call
+
+    collecting: Any = ppo._experience
+    agent: Any = ppo.agent
+    collecting.collect = timed("collecting", collecting.collect)
+    agent.act, agent.improve = timed("inference", agent.act), timed("update", agent.improve)
 
 
 def is_game(env: str) -> bool:
@@ -208,6 +241,58 @@ def run_limit(env: str, n_envs: int, watch: Watch) -> None:
                 steps += 1
                 if terminated or truncated:
                     one.reset()
+
+
+def run_batch_alone(env: str, n_envs: int, watch: Watch) -> None:
+    """Random actions for ale-py's batch as shoal steps it, without a policy."""
+    with make_vec(env, n_envs, backend="native", autoreset="same_step", check_nan=False, copy=False) as envs:
+        envs.reset(seed=0)
+        envs.action_space.seed(0)
+        actions = [envs.action_space.sample() for _ in range(1024)]
+        steps = 0
+        while not watch.stop(steps):
+            for _ in range(128):
+                envs.step(actions[steps // n_envs % 1024])
+                steps += n_envs
+
+
+def pong_batch(counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Pong on ale-py's batch, in this process and in workers; where the time goes."""
+    env, rows = ENVS["pong"], []
+    gym.register_envs(importlib.import_module("ale_py"))
+    for n_envs in counts:
+        subjects = ("shoal", "shoal, 2 workers", BATCH, BATCH_ALONE)
+        rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
+        spent: dict[str, Spent] = {subject: {} for subject in subjects}
+        for _ in range(rounds):
+            for subject in subjects:
+                watch = Watch(128 * n_envs, seconds)
+                if subject == BATCH_ALONE:
+                    run_batch_alone(env, n_envs, watch)
+                else:
+                    run_shoal(subject, env, n_envs, THROUGHPUT, watch, spent[subject])
+                rates[subject].append(watch.rates)
+        for subject, found in rates.items():
+            wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
+            values = {"steps/s": wall, "steps/CPU-s": cpu}
+            if parts := spent[subject]:
+                whole = parts["collecting"] + parts["update"]
+                values |= {
+                    "share of stepping": (parts["collecting"] - parts["inference"]) / whole,
+                    "share of inference": parts["inference"] / whole,
+                    "share of the update": parts["update"] / whole,
+                }
+            seconds_of_cpu = sum(rate[2] for rate in found)
+            case = f"{env} on ale-py's batch, {n_envs} envs"
+            rows += [
+                row(case, subject, value, unit, seconds_of_cpu, len(found)) for unit, value in values.items()
+            ]
+            shares = "  ".join(f"{unit} {value:.0%}" for unit, value in values.items() if "share" in unit)
+            print(
+                f"{env:16} n={n_envs:<3} {subject:36} {wall:>8,.0f} steps/s {cpu:>8,.0f} steps/CPU-s  {shares}",
+                flush=True,
+            )
+    return rows
 
 
 def throughput(
@@ -436,7 +521,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=[*ENVS, "solve"], default=[*ENVS, "solve"])
+    parts = [*ENVS, "pong-batch", "solve"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--counts", nargs="+", type=int, help="environments, in place of each part's own")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a subject's turn")
     parser.add_argument("--rounds", type=int, default=3)
@@ -458,6 +544,8 @@ def main() -> None:
             print(f"{part} is left out: {', '.join(lacking)} is not installed", flush=True)
         elif part == "solve":
             keep(solve(options.quick))
+        elif part == "pong-batch":
+            keep(pong_batch(tuple(options.counts or (8,)), seconds, rounds))
         else:
             cleanrl = (
                 options.cleanrl / "cleanrl" / PROGRAMS[part] if options.cleanrl and part in PROGRAMS else None

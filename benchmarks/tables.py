@@ -336,6 +336,7 @@ def print_ppo() -> None:
     print()
     for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5", "ALE/Pong-v5"):
         throughput(values, env)
+    batch(values)
     solve(values)
     scaling(values, {case: cpu for case, (_, cpu) in places.items()})
     scores(found["rows"])
@@ -365,6 +366,21 @@ def throughput(values: dict[Any, Any], env: str) -> None:
             cells.append(f"{cpu / 1000:.{digits}f} ({wall / 1000:.{digits}f}){ratio}")
         if any(cells):
             print(f"| {subject} | " + " | ".join(cells) + " |")
+    print()
+
+
+def batch(values: dict[Any, Any]) -> None:
+    """Pong on ale-py's batch, where `--parts pong-batch` was measured."""
+    case = "ALE/Pong-v5 on ale-py's batch, 8 envs"
+    subjects = list(dict.fromkeys(subject for found, subject, _ in values if found == case))
+    if not subjects:
+        return
+    units = ("steps/CPU-s", "steps/s", "share of stepping", "share of inference", "share of the update")
+    print(f"{case}\n\n| | {' | '.join(units)} |\n|---|{'---|' * len(units)}")
+    for subject in subjects:
+        found = [(values.get((case, subject, unit)), ".0%" if "share" in unit else ",.0f") for unit in units]
+        shown = ["" if value is None else format(value, digits) for value, digits in found]
+        print(f"| {subject} | {' | '.join(shown)} |")
     print()
 
 

@@ -489,9 +489,11 @@ def test_a_module_that_cannot_be_used_is_named(name, message):
 
 
 @pytest.mark.parametrize(
-    "take", [resolve, resolve_text, lambda name: make_vec(name, 2), lambda name: PPO(name)]
+    "take", [resolve, resolve_text, lambda name: make_vec(name, 2), lambda name: PPO(name, backend="serial")]
 )
-@pytest.mark.parametrize("name", ["envpool:CartPole-v1", "gymnax:CartPole-v1", "gymnax:Breakout-MinAtar"])
+@pytest.mark.parametrize(
+    "name", ["envpool:CartPole-v1", "gymnax:CartPole-v1", "jax:Breakout-MinAtar", "ale:Pong-v5"]
+)
 def test_an_env_of_a_native_batch_is_never_another_one(name, take, monkeypatch):
     for package in ("envpool", "gymnax"):  # as if they were installed
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))

@@ -171,7 +171,8 @@ def test_what_terminates_at_its_time_limit_is_both_told_apart() -> None:
 def test_gymnaxs_environments_are_made_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made = types.SimpleNamespace(make=lambda env_id, **settings: (Walk(), len(env_id) * settings["far"]))
     monkeypatch.setitem(sys.modules, "gymnax", made)
-    assert native("gymnax:Walk-v0", 2, far=3).env.params == 21
+    for name in ("gymnax:Walk-v0", "jax:Walk-v0"):
+        assert native(name, 2, far=3).env.params == 21
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(MissingExtraError, match='gymnax envs need a package: run pip install "gymnax"'):
         native("gymnax:Walk-v0", 2)

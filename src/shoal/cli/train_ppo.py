@@ -59,6 +59,7 @@ examples:
   shoal train-ppo                                     CartPole, solved in seconds
   shoal train-ppo --env LunarLander-v3 --n-envs 16 --seed 3
   shoal train-ppo --env my_module:MyEnv --total-timesteps 200000 --preset none
+  shoal train-ppo --env ale:Pong-v5                   on ale_py's own batch
   shoal train-ppo --resume --total-timesteps 400000   go on with the newest run of CartPole
   shoal train-ppo --resume-from runs/ppo-CartPole-v1
 """
@@ -104,7 +105,8 @@ def _defaults(given: Mapping[str, Any]) -> Call:
     if before is not None:
         saved, settings = saved_options(str(before))
         return Call(replace(saved, resume_from=str(before)), settings)
-    preset = preset_for(env, given.get("preset", RunOptions().preset))
+    native = given.get("backend") == "native"
+    preset = preset_for(env, given.get("preset", RunOptions().preset), native=native)
     if preset is None:
         options, settings = RunOptions(total_timesteps=100_000), PPOConfig()
     else:
@@ -133,7 +135,11 @@ COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 def _greet(run: PPORun) -> None:
     ppo, options = run.ppo, run.options
     lines = [f"Using {ppo.n_envs} parallel environments for training"] if ppo.n_envs > 1 else []
-    lines.append(f"   Start method: {options.parallel_start_method or 'default'}")
+    lines.append(
+        "   Backend: the environment's own batch"
+        if ppo.factory.native
+        else f"   Start method: {options.parallel_start_method or 'default'}"
+    )
     preset = preset_for(options.env, options.preset) if options.resume_from is None else None
     if preset is not None:
         lines.append(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise")

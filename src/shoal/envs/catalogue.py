@@ -76,8 +76,8 @@ ADAPTERS = {
 SEATS = {"pettingzoo": "shoal.envs.adapters.pettingzoo:TurnGameEnv"}
 """Other people's games of several seats, from one of them; agents see them through the adapter `gymnasium`."""
 
-BATCHES = ("envpool", "gymnax")
-"""Packages whose envs, as in "envpool:Pong-v5", only `make_vec(backend="native")` makes: there is none of one alone."""
+BATCHES = ("ale", "envpool", "gymnax", "jax")
+"""What names of batches begin with, as in "envpool:Pong-v5": only `make_vec(backend="native")` makes them."""
 
 GROUP = "shoal.envs"
 """The group of entry points in which installed packages name their envs."""
@@ -125,6 +125,11 @@ def name_of(env: Source) -> str:
     if isinstance(env, functools.partial):
         return name_of(env.func)
     return env.id if isinstance(env, EnvSpec) else str(getattr(env, "__qualname__", type(env).__name__))
+
+
+def names_batch(env: Any) -> bool:
+    """Whether it is a name such as "envpool:Pong-v5", which stands for a batch and for no single env."""
+    return isinstance(env, str) and env.startswith(tuple(f"{kind}:" for kind in BATCHES))
 
 
 # --- from a name to what makes an env
@@ -282,10 +287,12 @@ def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
 def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     """What "module:rest" is: an attribute of the module if it has that, else the Gymnasium id `rest`."""
     path, _, rest = name.partition(":")
-    if path in BATCHES:
+    if names_batch(name):
+        alone = f"; the game alone is 'ale_py:ALE/{rest}'" if path == "ale" else ""
         raise ConfigError(
-            f"{name!r} is a batch of {path}, not an environment that can be stepped alone: make_vec({name!r}, …, "
-            f"backend='native') makes it; training, agents and other backends need an environment in Python"
+            f"{name!r} is a native batch, not an environment that can be stepped alone: make_vec({name!r}, …, "
+            f"backend='native') makes it, shoal train-ppo and PPO train on it; agents and other backends need an "
+            f"environment in Python{alone}"
         )
     module, found = attribute_named(name, "the environment")
     of_gymnasium = path.partition(".")[0] == "gymnasium"
@@ -584,7 +591,8 @@ def _unknown(name: str, known: Iterable[str], module: str = "", has: str = "") -
     if module:
         said += f" {module[:-1]} was imported and has no {name}{has}."
     package, near = _package_of(name), _nearest(name, known)
-    if package is not None and not any(_plain(one) == _plain(name) for one in near):
+    imported = package is not None and module == f"{package.module}:"
+    if package is not None and not imported and not any(_plain(one) == _plain(name) for one in near):
         return UnknownNameError(f"{said} It is of a package that must be imported: {package.written(name)}")
     forms = "" if module else (
         " `shoal envs list` shows shoal's own, gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', "

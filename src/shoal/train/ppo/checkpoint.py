@@ -188,8 +188,8 @@ def describe_policy(
         normalize_obs: whether it sees normalised numbers.
         env: its name.
         env_kwargs: with which it is made.
-        around: `wrappers`, `atari`, `frame_stack`, and `masked`: whether the env gives action masks; what is false is
-            left out.
+        around: `native` (whether it is a native batch), `wrappers`, `atari`, `frame_stack`, and `masked`: whether the
+            env gives action masks; what is false is left out.
     """
     own = getattr(network, "module", None)
     told = {
@@ -209,7 +209,9 @@ def describe_policy(
     return {**told, **{key: value for key, value in around.items() if value}}
 
 
-SAME = ("env", "wrappers", "atari", "frame_stack", "squash", "observation_space", "action_space", "network")
+SAME = (
+    "env", "native", "wrappers", "atari", "frame_stack", "squash", "observation_space", "action_space", "network",
+)  # fmt: skip
 
 
 def check_same(saved: Checkpoint, mine: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.envs import EnvFactory, EnvFacts, make_envs
 from shoal.train.ppo.learner import CompiledLearner
+from shoal.train.ppo.native import BatchFactory
 from shoal.train.ppo.workers import WorkerSteps
 
 Array = np.ndarray
@@ -205,6 +206,9 @@ class Experience:
         self.collector, self.goes_on = collector, False
 
     def _begin(self, collector: Collector) -> None:
+        if isinstance(self.factory, BatchFactory):
+            self._begin_batch(self.factory, collector)
+            return
         collector.reset()
         if self.goes_on and self.agent.iteration > 0:
             taken = self.log.actions_since_reset()
@@ -222,6 +226,18 @@ class Experience:
                     collector.restart(strangers)
                     self._broken_off(strangers)
 
+    def _begin_batch(self, factory: BatchFactory, collector: Collector) -> None:
+        """Begin new episodes: a native batch cannot be brought back into the middle of those under way."""
+        assert isinstance(collector, VectorSteps)
+        if self.goes_on and self.agent.iteration > 0:
+            logger.warning(
+                "new episodes begin in all %d environments: a native batch cannot play those again that were under "
+                "way, so this run is not equal bit for bit to one that was not interrupted", self.n_envs,
+            )  # fmt: skip
+            self._broken_off(list(range(self.n_envs)))
+        collector.seed = factory.seeds(collector.envs, self.log.started.tolist())
+        collector.reset()
+
     def _broken_off(self, envs: list[int]) -> None:
         self.log.restarted(envs)
         for i in envs:
@@ -229,6 +245,8 @@ class Experience:
 
     def _make_collector(self) -> Collector:
         masked = self.facts.masked
+        if isinstance(self.factory, BatchFactory):
+            return VectorSteps(self.factory.batch(self.n_envs), masked=masked)
         if self.workers == 0:
             return EnvSlice(make_envs(self.factory, 0, self.n_envs, self.facts.tried), masked=masked)
         learner = self.agent.learner
@@ -248,7 +266,7 @@ class Experience:
 
     def _choose_workers(self, total_timesteps: int | None) -> int:
         """0 for in-process stepping."""
-        if self.backend == "serial" or (self.backend == "auto" and self.num_workers == 0):
+        if self.backend in ("serial", "native") or (self.backend == "auto" and self.num_workers == 0):
             return 0
         if self.backend == "process" or self.num_workers is not None:
             return max(1, min(self.num_workers or available_cpus(), self.n_envs))

@@ -105,7 +105,7 @@ BUILT_IN = (
     "normalize_obs", "normalize_reward",
 )  # fmt: skip
 """The settings of which a policy and its statistics are made: a run that goes on keeps them."""
-BACKENDS = ("auto", "serial", "process")
+BACKENDS = ("auto", "serial", "process", "native")
 
 
 def choose_device(device: str) -> str:
@@ -165,6 +165,11 @@ def check_places(backend: str, num_workers: int | None, start_method: str | None
         raise ConfigError(
             f"backend='serial' has no workers, got num_workers={num_workers}; say "
             "backend='process' or num_workers=0"
+        )
+    if backend == "native" and (num_workers is not None or start_method is not None):
+        raise ConfigError(
+            f"a native batch steps its environments itself, in this process, got num_workers={num_workers} and "
+            f"start_method={start_method}: leave both out (its threads are set by env_kwargs)"
         )
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -53,6 +53,8 @@ class EnvFactory:
     squash: bool = False
     name: str = field(init=False)
     """What to call the environment in files and messages."""
+    native: ClassVar[bool] = False
+    """Whether it makes native batches (see `BatchFactory`)."""
     _found: Callable[..., gym.Env] | EnvSpec = field(init=False, repr=False)
     _wraps: Sequence[Wrapper] = field(init=False, repr=False)
 

@@ -19,7 +19,7 @@ from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.executors import Closing
 from shoal.core.workers import StartMethod
-from shoal.envs.catalogue import Wrapper, wrapper_name
+from shoal.envs.catalogue import Wrapper, names_batch, wrapper_name
 from shoal.maths.updates import decayed
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
@@ -43,6 +43,7 @@ from shoal.train.ppo.config import (
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.evaluation import Evaluation, evaluate
 from shoal.train.ppo.learner import CompiledLearner
+from shoal.train.ppo.native import BatchFactory
 from shoal.train.ppo.networks import ActorCritic
 from shoal.train.ppo.presets import NO_PRESET, preset_for
 
@@ -58,17 +59,19 @@ class PPO(Closing):
     """Proximal policy optimisation of one policy on `n_envs` environments.
 
     `PPO("CartPole-v1", n_envs=8, seed=0).learn(100_000)` trains; the same seed gives the same weights bit for
-    bit with any backend and number of workers, killed and resumed or not.
+    bit with any number of workers, killed and resumed or not. On a native batch a resumed run begins new episodes.
 
     Args:
-        env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment.
+        env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment; or what
+            `make_vec(backend="native")` takes.
         n_envs: how many of them; None for the preset's, else 8.
         seed: of the run; all randomness is derived from it.
         total_timesteps: length of the run, over which schedules run; None for as much as `learn` was asked for.
         config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`), on top of it or of
             the preset.
         network: an own `nn.Module` (see `OwnNetwork`); None builds one for the spaces.
-        backend: "serial" steps all envs in this process, "process" in workers, "auto" measures and chooses.
+        backend: "serial" steps all envs in this process, "process" in workers, "native" is the environment's own
+            batch (another implementation), "auto" takes that for names as "ale:Pong-v5", else measures and chooses.
         num_workers: worker processes; None for one per core.
         start_method: of the workers: "spawn", "forkserver" or "fork"; None for the safe default.
         device: "cpu", "cuda", "mps", or "auto" for the best there is.
@@ -96,7 +99,9 @@ class PPO(Closing):
                 f"PPO({more[0]!r}), got PPO({', '.join(map(repr, (env, *more)))})"
             )
         named = env if isinstance(env, str) else env.id if isinstance(env, EnvSpec) else ""
-        tuned = preset_for(named, preset) or NO_PRESET
+        backend = "native" if backend == "auto" and names_batch(env) else backend
+        native = backend == "native"
+        tuned = preset_for(named, preset, native=native) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
         check_settings(settings)
         self.n_envs = n_envs = check_whole("n_envs", n_envs, 1, LARGEST)
@@ -108,7 +113,7 @@ class PPO(Closing):
         if self.preset is not None:
             told = "%s with the settings of its preset (%s); preset='none' takes none"
             logger.info(told, env, tuned.source)
-        self.factory = EnvFactory(
+        self.factory = (BatchFactory if native else EnvFactory)(
             env, seed, {**tuned.env_kwargs, **(env_kwargs or {})},
             wrappers=tuple(wrappers) or tuned.wrappers,
             atari=tuned.atari if atari is None else atari,
@@ -129,7 +134,7 @@ class PPO(Closing):
         if total_timesteps is not None:
             check_whole("total_timesteps", total_timesteps, 1)
         self._decayed = 0.0  # how far schedules are on their way, from 0 to 1
-        self.log = EpisodeLog(n_envs)
+        self.log = EpisodeLog(n_envs, replayable=not native)
         self._experience = Experience(
             self.factory, self.facts, self.agent, self.log, backend=backend, num_workers=num_workers,
             start_method=start_method,
@@ -281,7 +286,7 @@ class PPO(Closing):
         Raises:
             ConfigError: an update ended halfway (a second Ctrl-C, or it diverged): load the last checkpoint.
         """
-        if long := self.log.longer_than(REPLAY_LIMIT):
+        if (long := self.log.longer_than(REPLAY_LIMIT)) and not self.factory.native:
             self._experience.break_off(long)
         return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
 
@@ -297,8 +302,8 @@ class PPO(Closing):
         policy = describe_policy(
             self.facts.observation_space, self.facts.own_action_space, self.network, self.config,
             self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
-            wrappers=[wrapper_name(wrapper) for wrapper in self.factory.wrappers], atari=self.factory.atari,
-            frame_stack=self.factory.frame_stack, masked=self.facts.masked,
+            native=self.factory.native, wrappers=[wrapper_name(wrapper) for wrapper in self.factory.wrappers],
+            atari=self.factory.atari, frame_stack=self.factory.frame_stack, masked=self.facts.masked,
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
@@ -316,7 +321,7 @@ class PPO(Closing):
         device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Wrapper] | None = None, total_timesteps: int | None = None,
     ) -> PPO:  # fmt: skip
-        """Continue the run that `save` wrote, bit for bit.
+        """Continue the run that `save` wrote, bit for bit; on a native batch with new episodes.
 
         Args:
             checkpoint: its folder, or a folder of them (the newest is taken).
@@ -342,6 +347,8 @@ class PPO(Closing):
                 f"a checkpoint holds only numbers, text, lists and dicts of an environment's arguments, and this run's "
                 f"{', '.join(told)} had others; give them again: env_kwargs=..."
             )
+        if backend == "auto" and policy.get("native"):
+            backend = "native"
         ppo = cls(
             env if env is not None else policy["env"], n_envs=training["n_envs"], seed=training["seed"],
             config=read_config(training["config"]), network=network, backend=backend,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.core.errors import unknown_name
+from shoal.envs.catalogue import names_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,23 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-def preset_for(env: str, name: str = "auto") -> Preset | None:
-    """The preset `name`, or with "auto" the one of `env` if there is any, or with "none" no preset."""
+def preset_for(env: str, name: str = "auto", *, native: bool = False) -> Preset | None:
+    """The preset `name`, or with "auto" the one of `env` if there is any, or with "none" no preset.
+
+    With `native`, or for the name of a batch, nothing is put around the environment: the batch does that itself.
+    """
     if name == "none":
         return None
-    wanted = env.rpartition(":")[2] if name == "auto" else name  # of module:Id-v0 the id
+    wanted = id_of(env) if name == "auto" else name
     if wanted not in PRESETS:
         if name == "auto":
             return None
         raise unknown_name("preset", name, [*PRESETS, "auto", "none"])
-    return replace(PRESETS[wanted], name=wanted)
+    found = replace(PRESETS[wanted], name=wanted)
+    bare = native or names_batch(env)
+    return replace(found, atari=False, frame_stack=0, wrappers=()) if bare else found
+
+
+def id_of(env: str) -> str:
+    """The id in a name: of "module:Id-v0" what is behind the module, of "ale:Pong-v5" ale_py's "ALE/Pong-v5"."""
+    return f"ALE/{env.removeprefix('ale:')}" if env.startswith("ale:") else env.rpartition(":")[2]

@@ -45,7 +45,8 @@ class RunOptions:
     """Options of `shoal train-ppo` besides the settings of PPO."""
 
     env: str = "CartPole-v1"
-    """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment."""
+    """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment; or a batch that steps
+    its environments itself: ale:ID of ale_py, envpool:ID, jax:ID of gymnax."""
     env_kwargs: tuple[str, ...] = ()
     """Arguments of the environment as key=value; values are JSON or plain text."""
     wrapper: tuple[str, ...] = ()
@@ -61,7 +62,8 @@ class RunOptions:
     num_workers: int | None = None
     """Worker processes for them; 0 for none, None for the backend's choice."""
     backend: str = "auto"
-    """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
+    """"serial" in this process, "process" in workers, "native" in the environment's own batch, "auto" measures the
+    environment and chooses."""
     parallel_start_method: StartMethod | None = None
     """How workers start; None for the safe default, forkserver."""
     total_timesteps: Annotated[int, Meta(ge=1)] | None = None
@@ -85,7 +87,8 @@ class RunOptions:
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 3
     """How many of them stay."""
     resume_from: str | None = None
-    """Continue exactly from this checkpoint, or the newest one in this folder or run folder."""
+    """Continue exactly from this checkpoint, or the newest one in this folder or run folder (native batches begin new
+    episodes)."""
     eval_every: Annotated[int, Meta(ge=0)] | None = None
     """Env steps between evaluations; None for a tenth of the run, 0 for only one at the end."""
     eval_episodes: Annotated[int, Meta(ge=1)] = 10

@@ -408,7 +408,7 @@ def _evaluate_ppo(run: Path, how: EvaluationConfig, video: Path | str | None) ->
     likeliest = not how.temperature and asked.get("eval_deterministic", True)
     with ExitStack() as ending:
         kept = ending.enter_context(RunFolder(how.out, "eval", how.seed)) if how.out else None
-        ppo = ending.enter_context(PPO.load(folder, backend="serial", device=how.device or "cpu"))
+        ppo = ending.enter_context(PPO.load(folder, device=how.device or "cpu"))
         if video is not None:
             ppo.factory.check_rendering()
         played = ppo.evaluate(how.episodes, deterministic=likeliest, seed=how.seed)

@@ -13,13 +13,16 @@ from gymnasium.vector.utils import batch_space
 from shoal.core.errors import EnvError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
+from shoal.envs.catalogue import function_named
 from shoal.vector.backends.native import final_observations
 from shoal.vector.spaces import Layout, check_options, check_whole, seeds_per_env
 
 
-def gymnax_batch(env_id: str, num_envs: int, **settings: Any) -> JaxVectorEnv:
-    """An environment of gymnax by its id."""
-    env, params = library("gymnax").make(env_id, **settings)
+def jax_batch(name: str, num_envs: int, **settings: Any) -> JaxVectorEnv:
+    """An environment of gymnax by its id, or what the "module:Class" in gymnax's interface makes."""
+    if ":" in name:
+        return JaxVectorEnv(function_named(name, "the JAX environment")(**settings), num_envs)
+    env, params = library("gymnax").make(name, **settings)
     return JaxVectorEnv(env, num_envs, params=params)
 
 

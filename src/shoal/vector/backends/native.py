@@ -51,16 +51,20 @@ def make_native(
     env_kwargs: dict[str, Any] | None,
     wrappers: Sequence[Any],
     options: Options,
+    *,
+    any_autoreset: bool = False,
 ) -> NativeVectorEnv:
     """The native batch of an environment.
 
     Args:
-        env: a Gymnasium id or spec with a `vector_entry_point`, `"envpool:ID"`, `"gymnax:ID"`, an environment
-            or class in gymnax's interface, or what returns a `VectorEnv` when called with `num_envs`.
+        env: a Gymnasium id or spec with a `vector_entry_point`, `"ale:ID"`, `"envpool:ID"`, `"gymnax:ID"` (or
+            `"jax:ID"`), `"jax:module:Class"`, an environment or class in gymnax's interface, or what returns a
+            `VectorEnv` when called with `num_envs`.
         num_envs: how many (default: 1).
         env_kwargs: passed to what makes the batch.
         wrappers: of `make_vec`; refused.
         options: those of shoal's workers are refused. Autoreset is what the batch does by itself.
+        any_autoreset: take the mode that the batch has, and that of `options` only where it has a choice.
 
     Raises:
         ConfigError: for what this batch does not do, and for environments without a batch.
@@ -88,6 +92,8 @@ def make_native(
     if not isinstance(batch, VectorEnv):
         raise TypeError(f"{name}(num_envs={num_envs}) must give a VectorEnv, got {type(batch).__name__}")
     own = batch.metadata.get("autoreset_mode")
+    if any_autoreset and isinstance(own, AutoresetMode):
+        mode = own
     if batch.num_envs != num_envs or own is not mode:
         batch.close()
         ours = own.name.lower() if isinstance(own, AutoresetMode) else own
@@ -101,14 +107,17 @@ def make_native(
 
 def _maker(env: Any, name: Any, kwargs: dict[str, Any], mode: AutoresetMode) -> Callable[..., Any]:
     """The function that makes the batch, called with `num_envs` and the `kwargs`."""
-    if isinstance(env, str) and env.startswith("envpool:"):
+    kind, _, rest = env.partition(":") if isinstance(env, str) else ("", "", "")
+    if kind == "envpool":
         from shoal.vector.backends.envpool import EnvPoolBatch
 
-        return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
-    if isinstance(env, str) and env.startswith("gymnax:"):
-        from shoal.vector.backends.jax import gymnax_batch
+        return functools.partial(EnvPoolBatch, rest)
+    if kind in ("gymnax", "jax"):
+        from shoal.vector.backends.jax import jax_batch
 
-        return functools.partial(gymnax_batch, env.removeprefix("gymnax:"))
+        return functools.partial(jax_batch, rest)
+    if kind == "ale":
+        env = f"ale_py:ALE/{rest}"
     env = cast(Any, find(env)) if isinstance(env, str) else env
     make = env
     if isinstance(env, EnvSpec) or (isinstance(env, type) and issubclass(env, gymnasium.Env)):
@@ -154,9 +163,9 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
     def __init__(self, batch: Any, name: str, mode: AutoresetMode, check_nan: bool, copy: bool) -> None:
         super().__init__(batch)
         self.name = f"the native batch of {name!r} ({type(batch).__name__}, {self.num_envs} environments)"
-        self.metadata = {**batch.metadata, "autoreset_mode": mode}
-        self._layout = Layout.of(batch.single_observation_space)
         self._atari, self._abilities = _is_atari(batch), _abilities(batch)
+        self.metadata = {**self._abilities, "autoreset_mode": mode}
+        self._layout = Layout.of(batch.single_observation_space)
         self._check_nan = check_nan
         self._copies = copy and not self._atari  # ALE never writes again what it returned
         begin, finish = ("send", "recv") if self._atari else ("step_async", "step_wait")

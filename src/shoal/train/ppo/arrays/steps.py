@@ -410,7 +410,7 @@ class VectorSteps:
                         f"env {i} was truncated, but the vector env gave no info['final_obs']: without "
                         "the true last observation there is no value to bootstrap; use shoal.vector.make_vec"
                     )
-                self.obs_rows.encode_one(_entry(infos["final_obs"], int(i)), final)
+                self.obs_rows.encode_one(entry_of(infos["final_obs"], int(i)), final)
             finals.append(final)
 
     def _restart_done(self, done: Array, row: Array, infos: dict[str, Any]) -> dict[str, Any]:
@@ -461,9 +461,9 @@ def _nothing(_: int) -> None:
     """What a policy without memory forgets."""
 
 
-def _entry(batch: Any, i: int) -> Any:
+def entry_of(batch: Any, i: int) -> Any:
     """Env `i`'s part of a batch that may be a dict of batches."""
-    return {key: _entry(value, i) for key, value in batch.items()} if isinstance(batch, dict) else batch[i]
+    return {key: entry_of(value, i) for key, value in batch.items()} if isinstance(batch, dict) else batch[i]
 
 
 def mask_of(info: dict[str, Any], size: int, index: int) -> Array:
