@@ -160,7 +160,7 @@ def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, capsys, mo
         server.server_close()
     assert all("sesame" not in file.read_text() for file in run.rglob("*") if file.is_file())
     assert main(["train", *named, f"run_dir={tmp_path / 'train'}"]) == 2
-    assert "engine.name=openai is for rollouts and evaluation" in capsys.readouterr().err
+    assert "engine.model must be a model folder" in capsys.readouterr().err
 
 
 def test_a_rollout_in_which_every_episode_failed_is_saved_and_told_as_a_failure(

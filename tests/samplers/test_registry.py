@@ -179,9 +179,19 @@ def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_
     assert there.start([{"role": "user", "content": "x"}]) == prompt
 
 
-def test_a_server_cannot_be_trained_and_the_error_names_what_can(server):
-    with pytest.raises(ConfigError, match="engine.name=openai is for rollouts and evaluation.*huggingface"):
+def test_a_server_samples_for_a_model_that_is_trained_here_and_must_take_its_weights(server, tmp_path):
+    with pytest.raises(ConfigError, match="engine.model must be a model folder .* for engine.name=openai"):
         make_policy(openai(server), (), 0)
+    (tmp_path / "model").mkdir()
+    policy_of(make_llama(byte_tokenizer())).save(tmp_path / "model")
+    settings = replace(openai(server, weights=str(tmp_path / "w")), model=str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="OpenAIEngine is for evaluation only"):  # without a tokenizer
+        make_policy(settings, (), 0)
+    for kind, taken in (("llama.cpp", False), ("vllm", True)):
+        exact = replace(settings.server, kind=kind, tokenizer=settings.model)
+        sampler = make_engine(replace(settings, server=exact))
+        assert capabilities_of(sampler).weights is taken
+        sampler.close()
 
 
 def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkeypatch):

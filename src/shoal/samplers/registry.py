@@ -55,9 +55,14 @@ class ServerConfig:
     """Seconds of one attempt."""
     retries: int = 4
     """Attempts after the first, for connection errors, timeouts and HTTP 408, 425, 429 and 5xx."""
+    weights: str | None = None
+    """Where training writes weights for the server, `WEIGHTS-VERSION`; it must find them by the same path, and no other
+    run may write there. `server` in the run folder if not given."""
+    tolerance: float = 0.1
+    """By how much its log-probabilities of a fixed prompt may differ from the policy's on average, in training."""
 
     def __post_init__(self) -> None:
-        check_settings(self, ["timeout"], concurrency=1, retries=0, context=1)
+        check_settings(self, ["timeout", "tolerance"], concurrency=1, retries=0, context=1)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,10 @@ class EngineConfig:
     """The language model."""
 
     name: EngineName = "tiny"
-    """tiny and huggingface run and train here; vllm and ray sample for a model that trains here; openai is a
-    server, for rollouts and evaluation; others are registered by `@sampler(name)`."""
+    """tiny and huggingface run and train here; vllm, ray and openai (a server: vLLM or SGLang) sample for a model that
+    trains here; others are registered by `@sampler(name)`."""
     model: str | None = None
-    """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
+    """A folder, or a name that `shoal model get` knows; the server's name for it where none is trained (openai)."""
     width: int = 64
     """Size of a token's vector (tiny)."""
     layers: int = 2
@@ -251,6 +256,7 @@ def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
         raise ConfigError(
             "engine.name=openai needs the address of a server: engine.server.url=http://HOST:PORT"
         )
+    weights = None if server.weights is None else Path(server.weights)
     return OpenAIEngine(
         server.url.rstrip("/").removesuffix("/v1"),
         _name_there(config),
@@ -261,6 +267,9 @@ def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
         retry_policy=RetryPolicy(server.timeout, server.retries),
         api_key=_api_key(server.api_key_env),
         logprobs=server.logprobs,
+        model_folder=None if weights is None else _folder(config),
+        weights_folder=weights,
+        tolerance=server.tolerance,
     )
 
 
@@ -272,6 +281,8 @@ def _name_there(config: EngineConfig) -> str | None:
     if config.server.model is not None or model is None:
         return config.server.model
     if model in KNOWN or Path(model).is_dir():  # what the config trains, say: no server's name for anything
+        if config.server.weights is not None:  # it is trained: the server has the same
+            return None
         instead = "the first model of the server is played instead, or the one that engine.server.model names"
         logger.warning("engine.model=%s is a model of this machine: %s", model, instead)
         return None

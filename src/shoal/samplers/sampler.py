@@ -174,7 +174,8 @@ class Sampler(Protocol):
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
     how many tokens its network knows; `retry_policy`, if it has time limits of its own; `load_weights(weights,
     version)`, by name, and `load_adapter(folder, version)`, of LoRA, where `version` marks the completions that they
-    produce; `restart()`, called from another thread, which begins anew with the last weights after a crash; `close()`.
+    produce; `probe`, a prompt, and `confirm(logprobs)`, called after each load with what the loaded weights say of it;
+    `restart()`, called from another thread, which begins anew with the last weights after a crash; `close()`.
     """
 
     @property
@@ -260,8 +261,9 @@ def require_weights(sampler: Sampler) -> None:
     if not capabilities_of(sampler).weights:
         raise ConfigError(
             f"{type(sampler).__name__} cannot take over weights between batches, so it would go on sampling from "
-            f"the first ones while another model is trained: use one that can (vllm in process, ray with "
-            f"tiny, huggingface or vllm replicas), or a model that is trained itself (tiny, huggingface)"
+            f"the first ones while another model is trained: use one that can (vllm in process, a vLLM or "
+            f"SGLang server, ray with tiny, huggingface or vllm replicas), or a model that is trained itself (tiny, "
+            f"huggingface)"
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from shoal.core.errors import DataError, EngineError, format_error, needs_extra
 from shoal.core.executors import Closing
 from shoal.samplers.asking import Loop, generate
-from shoal.samplers.huggingface.engine import as_in_files
+from shoal.samplers.huggingface.engine import as_in_files, write_model
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -177,16 +177,10 @@ class VllmEngine(Closing):
         Requests that are under way are answered before. Where vLLM does not take the weights, it is restarted with the
         ones before. On a CPU a model with tied embeddings is restarted each time, see `_keeps_old_head`.
         """
-        from safetensors.torch import save_file
-
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         named = as_in_files(self._folder, weights)
-        distinct = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
-        folder = _folder_for(sum(tensor.nbytes for tensor in distinct.values()))
-        save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
-        for name in ("config.json", "generation_config.json"):
-            if (self._folder / name).is_file():
-                shutil.copy(self._folder / name, folder.name)
+        folder = _folder_for(sum(tensor.nbytes for tensor in named.values()))
+        write_model(named, self._folder, Path(folder.name))
         before, self._weights = self._weights, folder
         try:
             if self._keeps_old_head:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -445,6 +446,17 @@ def as_in_files(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     renamed: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
     return renamed
+
+
+def write_model(named: Mapping[str, Tensor], source: Path, folder: Path) -> None:
+    """Write weights, by their names in files, and what describes the model in `source`, where others can load them."""
+    from safetensors.torch import save_file
+
+    distinct = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+    save_file(distinct, folder / "model.safetensors", {"format": "pt"})
+    for name in ("config.json", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
 
 
 def alike(rows: Sequence[Row]) -> dict[tuple[Context, float], list[Row]]:

@@ -65,6 +65,9 @@ class HttpClient(Closing):
         with needs_extra("samplers on a server", "llm"):
             import aiohttp  # noqa: F401
         self._opened: list[Any] = []  # the session of its connections, when there is one
+        self._connected = [0]
+        self.refused = 0
+        """Attempts that found no server: another process may answer the next one."""
         self._end = weakref.finalize(self, _end, self.loop, self._opened)
 
     def post(self, path: str, body: Any) -> Any:
@@ -74,6 +77,11 @@ class HttpClient(Closing):
     def get(self, path: str) -> Any:
         """The reply to a GET; raises like `request`."""
         return self.loop.run(self.request("GET", path))
+
+    @property
+    def connections(self) -> int:
+        """How many connections were made: a process that was restarted answers by none of those before."""
+        return self._connected[0]
 
     def close(self) -> None:
         """Give up requests that are under way; nothing is answered any more."""
@@ -109,6 +117,7 @@ class HttpClient(Closing):
                 error, aiohttp.ClientSSLError
             )  # which has numbers of its own
             trouble = os.strerror(number) if plain else error.os_error
+            self.refused += 1
             raise NoAnswerError(f"{where}: no connection: {trouble}") from error
         except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
             raise NoAnswerError(f"{where}: {type(error).__name__}: {error}") from error
@@ -125,7 +134,14 @@ class HttpClient(Closing):
         import aiohttp
 
         if not self._opened:
+            connected, trace = self._connected, aiohttp.TraceConfig()
+
+            async def count(*_: Any) -> None:
+                connected[0] += 1
+
+            trace.on_connection_create_end.append(count)
             session = aiohttp.ClientSession(
+                trace_configs=[trace],
                 timeout=aiohttp.ClientTimeout(total=self.retry_policy.timeout),
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -3,6 +3,9 @@
 With a tokenizer here, prompts and responses travel as token ids with their log-probabilities, and may be learned
 from. Without one, messages do, for evaluation only. A server's batches decide its rounding: level L0.
 
+vLLM and SGLang load new weights or an adapter from a folder. That they have them is not believed but checked, by the
+log-probabilities of a fixed prompt: after each load, and before an answer counts that came over a new connection.
+
 Nothing is left to a server's defaults: several of them take top-p, top-k or penalties from the model's folder,
 and then the log-probabilities would be of another distribution than the one sampled from. No seed is ever sent:
 it does not make a batching server exact, and with it vllm's CPU build ends on the second piece of a long prompt.
@@ -13,10 +16,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import math
+import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +31,15 @@ import msgspec
 
 from shoal.core.errors import DataError, EngineError, did_you_mean
 from shoal.core.executors import Closing
+from shoal.core.files import write_folder
 from shoal.core.registry import check_name
-from shoal.samplers.asking import RejectedError, RetryPolicy, generate
+from shoal.samplers.asking import RejectedError, RetryPolicy, generate, retried
 from shoal.samplers.registry import LogprobsMode, Server
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
+    Key,
     Level,
     Request,
     Sampling,
@@ -50,13 +58,17 @@ FULL_IN_WORDS = (
     "exceeds the available context size",  # llama.cpp
 )
 """How servers say it that have no name for it."""
+PROBE = "The quick brown fox jumps over the lazy dog, and 3 + 4 = 7."
+"""What the fixed prompt says by which a server's weights are known."""
 
 
-class Adapter(NamedTuple):
-    """What a server answers with: an adapter by its name there, or its own weights."""
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What a server answers with since it was last told to load something; at first its own weights."""
 
     version: int = 0
-    name: str = ""
+    adapter: str = ""  # the name of an adapter there; "" where all weights were loaded
+    folder: Path | None = None
 
 
 class OpenAIEngine(Closing):
@@ -72,6 +84,10 @@ class OpenAIEngine(Closing):
         retry_policy: timeouts and retries of each request.
         api_key: sent as a bearer token.
         logprobs: which log-probabilities the server was told to give; the default of its kind if None.
+        model_folder: the model that is trained, as files: `load_weights` needs it.
+        weights_folder: where weights and adapters are written for the server, which must find them by the same path;
+            `load_weights` needs it, and without it an adapter is loaded from where it lies.
+        tolerance: of `confirm`.
     """
 
     level: Level = "L0"
@@ -88,6 +104,9 @@ class OpenAIEngine(Closing):
         retry_policy: RetryPolicy | None = None,
         api_key: str | None = None,
         logprobs: LogprobsMode | None = None,
+        model_folder: Path | None = None,
+        weights_folder: Path | None = None,
+        tolerance: float = 0.1,
     ) -> None:
         if server not in ("auto", *DIALECTS):
             raise ValueError(
@@ -98,7 +117,8 @@ class OpenAIEngine(Closing):
         if context is not None and context < 1:
             raise ValueError(f"context must be at least 1, or None, got {context}")
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
-        self.client = HttpClient(url, retry_policy, api_key)
+        self._model_folder, self._weights_folder, self._tolerance = model_folder, weights_folder, tolerance
+        self._loaded, self.client = Loaded(), HttpClient(url, retry_policy, api_key)
         try:
             self._kind, self.model, known = self._identify(server, model)
             self.dialect = self._kind if tokenizer is not None else DIALECTS["openai"]
@@ -113,13 +133,14 @@ class OpenAIEngine(Closing):
             raise
         self.context = context if context is not None else known
         self.logprobs = logprobs or self.dialect.logprobs
-        self._adapter = Adapter()
         self._free = asyncio.Semaphore(concurrency)
+        self._expected: tuple[float, ...] | None = None
+        self._checking, self._checked, self._refused = asyncio.Lock(), 0, 0
 
     @property
     def weights_version(self) -> int:
         """The version of what answers are made with."""
-        return self._adapter.version
+        return self._loaded.version
 
     @property
     def retry_policy(self) -> RetryPolicy:
@@ -135,7 +156,8 @@ class OpenAIEngine(Closing):
     def capabilities(self) -> Capabilities:
         """What this server can do; exact tokens and log-probabilities need a tokenizer here."""
         by_tokens = self.dialect.by_tokens
-        return Capabilities(by_tokens, by_tokens, adapters=bool(self._kind.adapter))
+        weights = self._kind.reload is not None and None not in (self._model_folder, self._weights_folder)
+        return Capabilities(by_tokens, by_tokens, weights, adapters=bool(self._kind.adapter))
 
     # --- rollouts
     generate = generate
@@ -150,22 +172,25 @@ class OpenAIEngine(Closing):
         return await self.client.loop.within(self._answer(request))
 
     async def _answer(self, request: Request) -> Completion:
-        adapter, room = self._adapter, room_left(self, request)
+        loaded, room = self._loaded, room_left(self, request)
         if not room:
-            return Completion((), (), "context", adapter.version)
-        body = self._body(request, room, adapter.name)
+            return Completion((), (), "context", loaded.version)
+        body = self._body(request, room, loaded.adapter)
         async with self._free:
             try:
                 reply = await self.client.attempt("POST", self.dialect.path, body)
             except RejectedError as error:
                 if error.code == FULL or any(words in str(error) for words in FULL_IN_WORDS):
-                    return Completion((), (), "context", adapter.version)
+                    return Completion((), (), "context", loaded.version)
+                await self._check_answer(loaded)  # a server that was restarted knows no adapter
                 raise
-        return self._completion(request, reply, adapter.version)
+        await self._check_answer(loaded)
+        return self._completion(request, reply, loaded.version)
 
     def close(self) -> None:
-        """Give up requests that are under way; nothing is answered any more."""
+        """Give up requests that are under way; nothing is answered any more, and what was written is removed."""
         self.client.close()
+        self._remove(self._loaded.folder)
 
     def _body(self, request: Request, room: int, adapter: str) -> dict[str, Any]:
         """What to post for a request."""
@@ -207,6 +232,22 @@ class OpenAIEngine(Closing):
             raise EngineError(f"the server's reply is none of {kind}: {reply!s:.200}") from error
 
     # --- weights
+    def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Let the server take over weights by name, as `state_dict` of the `transformers` model has them.
+
+        vLLM must run with `VLLM_SERVER_DEV_MODE=1`. Whether the server has them `confirm` says.
+        """
+        if not self.capabilities.weights:
+            raise EngineError(
+                "weights need vLLM or SGLang, and OpenAIEngine(..., model_folder=, weights_folder=)"
+            )
+        from shoal.samplers.huggingface.engine import as_in_files, write_model
+
+        assert self._model_folder is not None
+        with write_folder(self._place(version)) as folder:
+            write_model(as_in_files(self._model_folder, weights), self._model_folder, folder)
+        self._take(Loaded(version, folder=self._place(version)))
+
     def load_adapter(self, folder: Path, version: int) -> None:
         """Swap in the LoRA adapter of a folder that the server can read; the one before is let go.
 
@@ -214,21 +255,128 @@ class OpenAIEngine(Closing):
         """
         if not self.capabilities.adapters:
             raise EngineError(f"a {self.server} server takes no adapters while it runs")
-        name = check_name("adapter", f"shoal-{version}-{time.time_ns()}")
-        where = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
+        if self._weights_folder is not None:  # a server that is restarted needs it once more
+            with write_folder(self._place(version)) as copied:
+                shutil.copytree(folder, copied, dirs_exist_ok=True)
+            folder = self._place(version)
+        self._take(Loaded(version, _new_name(version), Path(folder).resolve()))
+
+    @cached_property
+    def probe(self) -> tuple[int, ...]:
+        """The fixed prompt of which `confirm` compares the log-probabilities."""
+        ids = self.tokenizer.start([{"role": "user", "content": PROBE}])
+        return ids[: len(ids) if self.context is None else self.context - 1]
+
+    def confirm(self, expected: Sequence[float]) -> None:
+        """Check that the server has what was loaded last, now and before answers count that come by new connections.
+
+        Where it has not, it is told once more.
+
+        Args:
+            expected: log-probabilities of the tokens of `probe` after the first, by the weights that were loaded.
+
+        Raises:
+            EngineError: the server's own differ by more than `tolerance` on average, also after a second load.
+        """
+        self._expected, self._checked = tuple(expected), -1
+        self.client.loop.run(retried(partial(self._check, 0), self.retry_policy, "confirm"))
+
+    def _place(self, version: int) -> Path:
+        return Path(f"{self._weights_folder}-{version}").resolve()
+
+    def _remove(self, folder: Path | None) -> None:
+        if folder is not None and self._weights_folder is not None:  # else it is the caller's
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _take(self, new: Loaded) -> None:
+        """Tell the server to load something, and forget what it had before."""
+        before, self._expected = self._loaded, None
         try:
-            self.client.post(f"{self._kind.adapter_routes}/load_lora_adapter", where)
+            self.client.loop.run(retried(partial(self._load, new), self.retry_policy, "load"))
         except RejectedError as error:
-            if "already" not in str(error):
-                # an attempt whose answer was lost has loaded it: the name is of this call
-                raise
-        before, self._adapter = self._adapter, Adapter(version, name)
-        if before.name:
+            raise EngineError(
+                f"the server does not load version {new.version}: {error}. Start it as docs/servers.md says, where it "
+                f"can read {new.folder}"
+            ) from error
+        if before.folder != new.folder:
+            self._remove(before.folder)
+        if before.adapter:
             try:
-                unused = {"lora_name": before.name}
+                unused = {"lora_name": before.adapter}
                 self.client.post(f"{self._kind.adapter_routes}/unload_lora_adapter", unused)
             except EngineError as error:  # nothing depends on it
                 logger.warning("the server keeps the adapter before: %s", error)
+
+    async def _load(self, new: Loaded) -> None:
+        """Tell the server once to load something."""
+        if new.adapter:
+            where = {"lora_name": new.adapter, "lora_path": str(new.folder)}
+            try:
+                await self.client.attempt("POST", f"{self._kind.adapter_routes}/load_lora_adapter", where)
+            except RejectedError as error:
+                if "already" not in str(error):
+                    # an attempt whose answer was lost has loaded it: the name is of this call
+                    raise
+        else:
+            assert self._kind.reload is not None
+            *calls, last = self._kind.reload(str(new.folder))
+            try:
+                for path, body in calls:
+                    await self.client.attempt("POST", path, body)
+            finally:
+                await self.client.attempt("POST", *last)
+        self._loaded, self._refused = new, self.client.refused
+
+    async def _check_answer(self, loaded: Loaded) -> None:
+        """Raise unless an answer that just came was made with what is `loaded`.
+
+        A process that was restarted answers by new connections alone. So an answer counts if the server was found to
+        be right after the last connection was made, and nothing was loaded since the answer was asked for.
+        """
+        if self._expected is None:
+            return
+        await self._check(self.client.connections)
+        if self._loaded is not loaded:
+            raise EngineError("the server was restarted while it answered: its answer does not count")
+
+    async def _check(self, connections: int) -> None:
+        """Find the server right once, after so many connections were made; load again what it has lost."""
+        async with self._checking:
+            if self._checked >= connections:
+                return
+            kept, gap = self._loaded, math.inf
+            again = replace(kept, adapter=_new_name(kept.version) if kept.adapter else "")
+            if self._refused == self.client.refused:  # else it was away, and may have come back without them
+                gap = await self._gap()
+            if not gap <= self._tolerance:
+                logger.warning("the server may have lost version %d: it is loaded again", kept.version)
+                await self._load(again)
+                gap = await self._gap()
+            if not gap <= self._tolerance:
+                raise RejectedError(
+                    f"{self.client.url} does not have version {kept.version} of the weights: its log-probabilities of "
+                    f"a fixed prompt must differ from the policy's by at most {self._tolerance:g} on average, and "
+                    f"differ by {gap:.3g} after a second load of {kept.folder}. Start it as docs/servers.md says; if "
+                    f"it computes in another precision, raise engine.server.tolerance"
+                )
+            self._checked = self.client.connections
+
+    async def _gap(self) -> float:
+        """How much the server's log-probabilities of `probe` differ from what is expected, on average."""
+        expected, kind = self._expected, self._kind
+        assert expected is not None
+        assert kind.scores is not None
+        asked = Request(self.probe, Key(0, ()), Sampling(1))
+        body = self._body(asked, 1, self._loaded.adapter) | kind.asks_scores
+        try:
+            found = kind.scores(await self.client.attempt("POST", kind.path, body), self.probe)
+            return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+        except RejectedError:
+            if not self._loaded.adapter:
+                raise
+            return math.inf  # it knows no such adapter
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"the server gave no log-probabilities of a prompt: {error}") from error
 
     def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""
@@ -298,6 +446,11 @@ class Reply(NamedTuple):
         return Completion(tuple(map(index, ids)), tuple(map(float, logprobs)), self.finish, version)
 
 
+def _new_name(version: int) -> str:
+    """Of an adapter on a server."""
+    return check_name("adapter", f"shoal-{version}-{time.time_ns()}")
+
+
 def _ended(completion: Completion, request: Request, tokenizer: ChatTokenizer) -> Completion:
     """A completion up to the token with which the first of the request's stop texts is whole."""
     ids, stops = completion.token_ids, request.sampling.stop
@@ -347,6 +500,12 @@ class Dialect:
     adapter: str = ""  # the field of a request that names an adapter; "" where the server takes none
     adapter_routes: str = ""  # what stands before /load_lora_adapter
     context: str = ""  # where it tells its context, if not with the list of its models
+    reload: Callable[[str], list[tuple[str, Any]]] | None = None
+    """What to post for it to load a folder; the last call is made whatever becomes of those before."""
+    asks_scores: dict[str, Any] = field(default_factory=dict)
+    """What a request adds to be told the log-probabilities of its prompt."""
+    scores: Callable[[Any, Sequence[int]], list[float]] | None = None
+    """Those of a reply, from the second token of the prompt on."""
 
 
 def _limits(sampling: Sampling, *, off: int = -1) -> dict[str, float]:
@@ -391,6 +550,23 @@ def _vllm_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     return Reply(ids, (choice.get("logprobs") or {}).get("token_logprobs"), why, prompt)
 
 
+def _vllm_reload(folder: str) -> list[tuple[str, Any]]:
+    """Between requests; without the prefixes that it keeps."""
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return [
+        ("/pause?mode=wait", {}),
+        ("/collective_rpc", reload),
+        ("/reset_prefix_cache", {}),
+        ("/resume", {}),
+    ]
+
+
+def _vllm_scores(reply: Any, ids: Sequence[int]) -> list[float]:
+    """`{id: {"logprob": …}, …}` for each token of the prompt; nothing for the first."""
+    rows = _only(reply["choices"], "choices")["prompt_logprobs"]
+    return [row[str(i)]["logprob"] for row, i in zip(rows[1:], ids[1:], strict=True)]
+
+
 def _sglang_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
     sampling = {
         "max_new_tokens": request.sampling.max_tokens,
@@ -411,6 +587,15 @@ def _sglang_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     return Reply([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used)
+
+
+def _sglang_reload(folder: str) -> list[tuple[str, Any]]:
+    return [("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})]
+
+
+def _sglang_scores(reply: Any, ids: Sequence[int]) -> list[float]:
+    """`[log-probability, id, …]` for each token of the prompt; of the first there is none."""
+    return [row[0] for row in reply["meta_info"]["input_token_logprobs"][1:]]
 
 
 def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -471,9 +656,11 @@ DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
         Dialect("vllm", "vllm", "/v1/completions", _vllm_body, _vllm_read, knows_limits=True,
-                adapter="model", adapter_routes="/v1"),
+                adapter="model", adapter_routes="/v1", reload=_vllm_reload,
+                asks_scores={"prompt_logprobs": 1}, scores=_vllm_scores),
         Dialect("sglang", "sglang", "/generate", _sglang_body, _sglang_read, logprobs="processed",
-                adapter="lora_path"),  # its OpenAI routes give no token ids
+                adapter="lora_path", reload=_sglang_reload, asks_scores={"logprob_start_len": 0},
+                scores=_sglang_scores),  # its OpenAI routes give no token ids
         Dialect("llama.cpp", "llamacpp", "/completion", _llama_cpp_body, _llama_cpp_read,
                 keeps_stop=False, context="/props"),
         Dialect("openai", "", "/v1/chat/completions", _chat_body, _chat_read, by_tokens=False,

@@ -382,6 +382,10 @@ class TrainerConfig:
         check_ranges(self, **dict.fromkeys(counts, "[1, inf)"), stop_at_success="(0, 1]", lag="[0, inf)")
 
 
+DEFAULT_FOLDER = "runs/agent"
+"""The run folder of a config that names none."""
+
+
 @dataclass(frozen=True)
 class AgentConfig:
     """Everything about a run of agent training."""

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.config import DEFAULT_FOLDER, AgentConfig
 from shoal.train.agent.processes.determinism import threads
 from shoal.train.agent.run.checkpoint import list_checkpoints
-from shoal.train.agent.run.records import DEFAULT_FOLDER
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.compare import episodes_digest, first_difference, weights_digest
 

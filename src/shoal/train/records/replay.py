@@ -227,7 +227,7 @@ class Replay(Closing):
         """What reads the run's tokens."""
         kept = sorted((self.run / "checkpoints").glob("step-*"))
         own = self.run / "engine"
-        folder = own if own.is_dir() else kept[-1] if kept and self.config.engine.name != "openai" else None
+        folder = own if own.is_dir() else kept[-1] if kept else None
         tokenizer: ChatTokenizer = self._tokenizer() if folder is None else self.engine_of(folder).tokenizer
         return tokenizer
 
@@ -263,20 +263,21 @@ class Replay(Closing):
             )
         if folder is not None:
             engine, settings = self.engine_of(folder), self.config.engine
-            elsewhere = "vllm" in (settings.name, settings.replicas.engine if settings.name == "ray" else "")
+            elsewhere = settings.played_by in ("vllm", "openai")
             if self.sampler == "checkpoint" or (self.sampler == "auto" and not elsewhere):
                 return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
-            why = ": vLLM wrote them, whose batches decide its rounding" if elsewhere else ""
+            writer = "a server" if settings.name == "openai" else "vLLM"
+            why = f": {writer} wrote them, whose batches decide its rounding" if elsewhere else ""
             return None, engine.tokenizer, f"the recorded tokens are replayed{why}"
         why = "The weights that wrote these episodes are not in this run"
-        if found.recording.kind in ("train", "heldout") and self.config.engine.name != "openai":
+        if found.recording.kind in ("train", "heldout"):
             why = f"Checkpoint {found.recording.weights} was not kept"
         said = f"{why}, so nothing is sampled again; the recorded tokens are replayed"
         return None, self._tokenizer(), said
 
     def weights_of(self, recording: Recording) -> Path | None:
         """The folder of the weights that wrote these episodes, if the run has it and they can be asked here."""
-        if self.config.engine.name == "openai" or recording.kind == "eval":
+        if recording.kind == "eval":
             return None
         folder = self.run / "engine"
         if recording.kind in ("train", "heldout"):

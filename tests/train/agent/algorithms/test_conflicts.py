@@ -132,11 +132,19 @@ def test_several_steps_a_batch_by_a_loss_without_ratios_are_warned_of_with_the_r
         assert caplog.text.count(SEVERAL) == warned
 
 
-@pytest.mark.parametrize("name", ["tiny", "openai", "ray"])
+@pytest.mark.parametrize("name", ["tiny", "ray"])
 def test_adapters_without_a_model_of_transformers_are_refused_before_anything_starts(name):
     told = rf"model\.lora\.rank=4 needs a model of transformers, got engine\.name={name}"
     with pytest.raises(ConfigError, match=told):
         compose_config("demo", [f"engine.name={name}", "engine.replicas.engine=tiny", "model.lora.rank=4"])
+
+
+def test_a_server_holds_the_weights_of_one_version():
+    lagged = ["engine.name=openai", "trainer.lag=1", "agent_proxy.use_parallel_rollout=true"]
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lag=1 needs weights of 2 versions at once, and openai holds one"
+    ):
+        compose_config("base", lagged)
 
 
 def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too():

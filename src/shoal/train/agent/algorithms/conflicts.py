@@ -34,7 +34,7 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
                 f"algorithm.{name}={value} is read by {readers} alone, and has no effect with "
                 f"adv_estimator={algorithm.adv_estimator}: leave it out"
             )
-    if rank and (tiny or engine.name == "openai"):
+    if rank and tiny:
         yield (
             f"model.lora.rank={rank} needs a model of transformers, got engine.name={engine.name}: set it to "
             f"huggingface or vllm, or model.lora.rank to 0"
@@ -55,10 +55,10 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"engine.copy=process has no effect with trainer.lag={config.trainer.lag} and engine.name={engine.name}: "
             f"leave it out, or set trainer.lag to 1 or more with tiny or huggingface"
         )
-    if config.trainer.lag and engine.played_by == "vllm":
+    if config.trainer.lag and engine.played_by in ("vllm", "openai"):
         yield (
-            f"trainer.lag={config.trainer.lag} needs weights of {config.trainer.lag + 1} versions at once, and vllm "
-            f"holds one: set engine.name=huggingface, or trainer.lag=0"
+            f"trainer.lag={config.trainer.lag} needs weights of {config.trainer.lag + 1} versions at once, and "
+            f"{engine.played_by} holds one: set engine.name=huggingface, or trainer.lag=0"
         )
     if engine.batch_invariant and engine.played_by == "huggingface" and algorithm.precision != "float32":
         yield (

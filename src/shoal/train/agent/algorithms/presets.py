@@ -32,8 +32,8 @@ class Follows(NamedTuple):
 
 
 def _pretrained(config: AgentConfig) -> bool:
-    """Whether the model has weights of its own before the run: any but the tiny one, and those of a server."""
-    return config.engine.played_by not in ("tiny", "openai")
+    """Whether the model has weights of its own before the run: any but the tiny one."""
+    return config.engine.played_by != "tiny"
 
 
 def _fresh(config: AgentConfig) -> bool:

@@ -19,7 +19,7 @@ from shoal.samplers.registry import EngineConfig, close_engine, make_engine, mak
 from shoal.samplers.sampler import require_trainable, require_weights
 from shoal.samplers.tiny import TinyNetwork
 from shoal.samplers.tokenizers import TinyTokenizer
-from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.config import DEFAULT_FOLDER, AgentConfig
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy
 from shoal.train.agent.policies.policy import Policy, TinyPolicy
 from shoal.train.agent.processes.distributed import Processes
@@ -47,12 +47,6 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int, held: int
     Raises:
         ConfigError: the weights of this sampler cannot follow an update.
     """
-    if config.name == "openai":
-        raise ConfigError(
-            "engine.name=openai is for rollouts and evaluation: the weights of a server cannot follow each "
-            "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
-            "engine.model=FOLDER), and play a server with `shoal rollout`"
-        )
     here = "tiny" if config.played_by == "tiny" else "huggingface"
     if here != "tiny" and config.model is None:
         raise ConfigError(
@@ -190,6 +184,11 @@ def make_networked(
     words = words_of_roles(roles, tools)
     engine = replace(config.engine, device=processes.device(config.engine.device))
     held = config.trainer.lag + 1
+    if engine.name == "openai":  # each process tells the server, by files of its own
+        server, run = engine.server, Path(config.run_dir or DEFAULT_FOLDER)
+        weights = f"{server.weights or run / 'server'}-{processes.rank}"
+        server = replace(server, weights=weights, tokenizer=server.tokenizer or engine.model)
+        engine = replace(engine, server=server)
     if not config.model.lora.rank:
         return make_policy(engine, words, config.seed, held)
     from shoal.train.agent.policies.lora import add_lora, refuse_unfit_peft, with_adapters

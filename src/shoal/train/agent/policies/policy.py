@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -306,6 +306,16 @@ def score(
             parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
     known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
     return Scored(known, None if entropy == "none" else entropies)
+
+
+def prompt_logprobs(policy: Policy, ids: Sequence[int]) -> list[float]:
+    """Log-probabilities of the tokens after the first, each after those before it."""
+    row = torch.tensor([ids], device=next(policy.module.parameters()).device)
+    where = torch.ones_like(row, dtype=torch.bool)
+    where[:, 0] = False
+    with torch.no_grad():
+        scores = policy.logits(row, row.new_tensor([len(ids)]), where)
+        return scores.float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].tolist()
 
 
 class Critic(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import capabilities_of
-from shoal.train.agent.policies.policy import Policy
+from shoal.train.agent.policies.policy import Policy, prompt_logprobs
 from shoal.train.agent.processes.weights import gather
 
 
@@ -39,7 +39,7 @@ class WeightSync:
         if self._adapters and not capabilities_of(sampler).adapters:
             raise ConfigError(
                 f"{type(sampler).__name__} takes no LoRA adapters: set model.lora.rank to 0, or use a sampler that "
-                f"does (huggingface, or vllm with enable_lora)"
+                f"does (huggingface, vllm with enable_lora, or a vLLM or SGLang server)"
             )
         self._carried: tuple[int, int] | None = None
         self.earlier: dict[int, dict[str, Tensor]] = {}
@@ -62,6 +62,8 @@ class WeightSync:
             self._carried = None  # if it fails midway, who knows what is there
             weights = {name: tensor.cpu() for name, tensor in gather(self._state()).items()}
             self._give(weights, version)
+            if hasattr(self._sampler, "confirm"):  # a server, of which it is not known what it did
+                self._sampler.confirm(prompt_logprobs(self._policy, self._sampler.probe))
             if self._lag:
                 copies = {
                     id(tensor): tensor.detach().clone() for tensor in weights.values()

@@ -17,7 +17,7 @@ from shoal.core.files import remove_leftovers, replacing, write_text
 from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite, read_summary
 from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise, has_collapsed
-from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.config import DEFAULT_FOLDER, AgentConfig
 from shoal.train.agent.run.checkpoint import (
     Progress,
     drop_old,
@@ -28,7 +28,6 @@ from shoal.train.agent.run.checkpoint import (
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 logger = logging.getLogger(__name__)
-DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
 COLLAPSED = (
     "the policy has collapsed: it is sure of answers that do not solve the task, and for 10 iterations hardly a group "
