@@ -53,7 +53,7 @@ IMITATION = (
     "threads=1",
     "train.learning_rate=0.003",
     "train.minibatch_size=16",
-    "train.epochs=12",
+    "train.epochs=6",
 )
 
 
@@ -78,11 +78,20 @@ def valid_share(package: str, episodes: Path) -> float:
 def start(config: Sequence[str], seed: int, folder: Path) -> tuple[Path, float]:
     """A small model that has imitated the demonstrations, and the CPU seconds of that."""
     small, warm, model = (str(folder / name) for name in ("small", "warm", "model"))
-    subprocess.run([sys.executable, str(EXAMPLES / "weather_start.py"), small], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(EXAMPLES / "weather_start.py"), small], check=True, capture_output=True
+    )
     demos = str(folder / "demos")
-    _, played = shoal("rollout", *config, *DEMONSTRATIONS, f"engine.model={small}", f"seed={seed}", "--out", demos)
+    _, played = shoal(
+        "rollout", *config, *DEMONSTRATIONS, f"engine.model={small}", f"seed={seed}", "--out", demos
+    )
     _, imitated = shoal(
-        "train-recorded", f"recordings={demos}", f"model={small}", *IMITATION, f"seed={seed}", f"run_dir={warm}"
+        "train-recorded",
+        f"recordings={demos}",
+        f"model={small}",
+        *IMITATION,
+        f"seed={seed}",
+        f"run_dir={warm}",
     )
     for part in ("processor", "last/model"):
         shutil.copytree(folder / "warm" / "checkpoints" / part, model, dirs_exist_ok=True)
@@ -147,7 +156,9 @@ def write_table() -> None:
 
 def main() -> None:
     """Run the named packages, or all, with each seed that has no line yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--quick", action="store_true", help="two iterations of one package, nothing saved")

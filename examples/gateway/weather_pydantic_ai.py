@@ -10,10 +10,9 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 NEEDED = {"rain": "umbrella", "snow": "boots", "sun": "hat", "wind": "coat"}
-TOWNS = ["Bern", "Cork", "Graz", "Kiel", "Lyon", "Oslo", "Pisa", "Riga"]
-INSTRUCTIONS = """Say what to bring to a town. First ask for its weather:
+INSTRUCTIONS = """Say what to bring. First ask for the weather:
 <tool_call>
-{"name": "weather", "arguments": {"town": "Rome"}}
+{"name": "weather", "arguments": {}}
 </tool_call>
 Then answer umbrella, boots, hat or coat:
 <tool_call>
@@ -27,25 +26,23 @@ class Advice(BaseModel):
     bring: Literal["umbrella", "boots", "hat", "coat"]
 
 
-agent = Agent(deps_type=dict, output_type=Advice, instructions=INSTRUCTIONS, retries=0)
+agent = Agent(deps_type=str, output_type=Advice, instructions=INSTRUCTIONS, retries=0)
 
 
 @agent.tool
-def weather(context: RunContext[dict], town: str) -> str:
-    """The weather of a town."""
-    return context.deps.get(town, "unknown")
+def weather(context: RunContext[str]) -> str:
+    """The weather."""
+    return context.deps
 
 
 async def play(task, base_url):
     """One question; the reward is 1 if the answer fits the weather, which only the tool tells."""
-    rng = random.Random(task["seed"])
-    skies = {town: rng.choice(sorted(NEEDED)) for town in TOWNS}
-    town = rng.choice(TOWNS)
+    sky = random.Random(task["seed"]).choice(sorted(NEEDED))
     async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
         model = OpenAIChatModel("shoal", provider=OpenAIProvider(openai_client=client))
         limits = UsageLimits(request_limit=3)
         try:
-            result = await agent.run(f"I go to {town}.", model=model, deps=skies, usage_limits=limits)
+            result = await agent.run("I go out.", model=model, deps=sky, usage_limits=limits)
         except (UnexpectedModelBehavior, UsageLimitExceeded):  # no call that fits, or no end of calls
             return 0.0
-    return float(result.output.bring == NEEDED[skies[town]])
+    return float(result.output.bring == NEEDED[sky])

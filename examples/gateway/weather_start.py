@@ -29,7 +29,7 @@ def call(name, **arguments):
 
 
 class Demonstrations:
-    """Asks for the weather of the town; once a tool has told it, answers at random."""
+    """Asks for the weather; once a tool has told it, answers at random."""
 
     level, weights_version = "L2", 0
 
@@ -42,10 +42,10 @@ class Demonstrations:
 
     def _answer(self, request):
         prompt = self.tokenizer.decode(request.prompt_ids)
-        town, _, since = prompt.rpartition("I go to ")[2].partition(".")
+        since = prompt.rpartition("I go out.")[2]
         chosen = ANSWERS[int(stream(request.key.seed, "demonstration", *request.key.path).integers(4))]
         if not any(sky in since for sky in SKIES):
-            said = call("weather", town=town)
+            said = call("weather")
         else:
             tool = next((tool for tool in FIELDS if tool in prompt), None)
             said = json.dumps({"bring": chosen}) if tool is None else call(tool, **{FIELDS[tool]: chosen})

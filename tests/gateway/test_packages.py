@@ -139,15 +139,15 @@ def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is
 
 
 class Advises:
-    """Asks the tool for the weather of the town, and answers in the form of a package, with the thing for rain."""
+    """Asks the tool for the weather, and answers in the form of a package, with the thing for rain."""
 
     def __init__(self, tokenizer, tool, field):
         self.tokenizer, self.tool, self.field = tokenizer, tool, field
 
     async def sample(self, request):
-        asked = self.tokenizer.decode(request.prompt_ids).rpartition("I go to ")[2]
+        asked = self.tokenizer.decode(request.prompt_ids).rpartition("I go out.")[2]
         if re.search(r"(<tool_response>|Observation:)\s+(rain|snow|sun|wind)", asked) is None:
-            said = {"name": "weather", "arguments": {"town": asked.partition(".")[0]}}
+            said = {"name": "weather", "arguments": {}}
         else:
             said = {self.field: "umbrella"}
             if self.tool:
@@ -157,11 +157,17 @@ class Advises:
         return Completion(ids, (-0.5,) * len(ids), "stop", 7)
 
 
-WEATHER = [("agents", "", "bring"), ("pydantic_ai", "final_result", "bring"), ("smolagents", "final_answer", "answer")]
+WEATHER = [
+    ("agents", "", "bring"),
+    ("pydantic_ai", "final_result", "bring"),
+    ("smolagents", "final_answer", "answer"),
+]
 
 
 @pytest.mark.parametrize(("package", "tool", "field"), WEATHER)
-def test_an_agent_that_asks_for_the_weather_is_paid_for_the_thing_that_fits_it(monkeypatch, package, tool, field):
+def test_an_agent_that_asks_for_the_weather_is_paid_for_the_thing_that_fits_it(
+    monkeypatch, package, tool, field
+):
     pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module(f"weather_{package}")
@@ -172,9 +178,8 @@ def test_an_agent_that_asks_for_the_weather_is_paid_for_the_thing_that_fits_it(m
             address = server.variables(str(seed))["OPENAI_BASE_URL"]
             came = example.play({"seed": seed}, address)
             rewards.append(asyncio.run(came) if inspect.iscoroutine(came) else came)
-            rng = random.Random(seed)
-            skies = {town: rng.choice(["rain", "snow", "sun", "wind"]) for town in example.TOWNS}
-            assert rewards[-1] == (skies[rng.choice(example.TOWNS)] == "rain")
+            sky = random.Random(seed).choice(["rain", "snow", "sun", "wind"])
+            assert rewards[-1] == (sky == "rain")
             assert len(server.gateway.sessions[str(seed)].close()) == 2
     assert set(rewards) == {0.0, 1.0}
 
@@ -185,4 +190,5 @@ def test_the_config_of_the_weather_names_each_program(package, tool, field):
     config = compose_config("weather", [override, "engine.model=smollm2"], EXAMPLES)
     program = ProgramConfig(**config.custom_envs["Weather"].env_config)
     module, _, function = program.function.partition(":")
-    assert re.search(rf"^(async )?def {function}\(task, base_url\)", (EXAMPLES / f"{module}.py").read_text(), re.MULTILINE)
+    text = (EXAMPLES / f"{module}.py").read_text()
+    assert re.search(rf"^(async )?def {function}\(task, base_url\)", text, re.MULTILINE)

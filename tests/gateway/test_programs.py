@@ -313,7 +313,9 @@ def test_programs_that_are_played_ahead_teach_the_same_with_any_number_of_worker
 def test_a_rollout_from_the_command_line_plays_programs(tmp_path):
     config(tmp_path)
     out = tmp_path / "run"
-    assert main(["rollout", "--config-dir", str(tmp_path), "--config-name", "programs", "--out", str(out)]) == 0
+    assert (
+        main(["rollout", "--config-dir", str(tmp_path), "--config-name", "programs", "--out", str(out)]) == 0
+    )
     played = list(read_trajectories(out / "trajectories" / "rollout.jsonl"))
     assert [trajectory.status for trajectory in played] == ["ok"] * 6
 
