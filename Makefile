@@ -83,7 +83,15 @@ format: setup     ## apply formatting and safe fixes
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.installed  ## TRL, verl and vLLM, each in an environment of its own
+.venv-agents/.installed: requirements/agents.txt $(STAMP)
+	$(PYTHON) -m venv .venv-agents
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-agents/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-agents/bin/pip install --quiet --disable-pip-version-check -r requirements/agents.txt
+	touch $@
+
+test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.installed .venv-agents/.installed  ## TRL, verl, vLLM and packages of agents, each in an environment of its own
+	PYTHONPATH=src .venv-agents/bin/python -m pytest tests/gateway/test_packages.py --timeout 600
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2

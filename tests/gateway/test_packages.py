@@ -1,6 +1,11 @@
 """Programs with packages of others, unchanged, where they are installed."""
 
 import asyncio
+import importlib
+import inspect
+import json
+import random
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +16,7 @@ from shoal.gateway.server import Gateway, GatewayServer
 from shoal.rollout.programs import Result, run
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.config import compose_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gateway"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
@@ -130,3 +136,59 @@ def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is
             result = asyncio.run(run(program, {"seed": 1}, server.variables("a")))
             (call,) = server.gateway.sessions["a"].calls
         assert (result, call.turns, call.answer) == (Result(reward, reward == 1), prompt, text)
+
+
+class Advises:
+    """Asks the tool for the weather, and answers in the form of a package, with the thing for rain."""
+
+    def __init__(self, tokenizer, tool, field):
+        self.tokenizer, self.tool, self.field = tokenizer, tool, field
+
+    async def sample(self, request):
+        asked = self.tokenizer.decode(request.prompt_ids).rpartition("I go out.")[2]
+        if re.search(r"(<tool_response>|Observation:)\s+(rain|snow|sun|wind)", asked) is None:
+            said = {"name": "weather", "arguments": {}}
+        else:
+            said = {self.field: "umbrella"}
+            if self.tool:
+                said = {"name": self.tool, "arguments": said}
+        text = json.dumps(said)
+        ids = self.tokenizer.encode(f"<tool_call>\n{text}\n</tool_call>" if "name" in said else text)
+        return Completion(ids, (-0.5,) * len(ids), "stop", 7)
+
+
+WEATHER = [
+    ("agents", "", "bring"),
+    ("pydantic_ai", "final_result", "bring"),
+    ("smolagents", "final_answer", "answer"),
+]
+
+
+@pytest.mark.parametrize(("package", "tool", "field"), WEATHER)
+def test_an_agent_that_asks_for_the_weather_is_paid_for_the_thing_that_fits_it(
+    monkeypatch, package, tool, field
+):
+    pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module(f"weather_{package}")
+    tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
+    rewards = []
+    with GatewayServer(Gateway(Advises(tokenizer, tool, field), tokenizer)) as server:
+        for seed in range(8):
+            address = server.variables(str(seed))["OPENAI_BASE_URL"]
+            came = example.play({"seed": seed}, address)
+            rewards.append(asyncio.run(came) if inspect.iscoroutine(came) else came)
+            sky = random.Random(seed).choice(["rain", "snow", "sun", "wind"])
+            assert rewards[-1] == (sky == "rain")
+            assert len(server.gateway.sessions[str(seed)].close()) == 2
+    assert set(rewards) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("package", "tool", "field"), WEATHER)
+def test_the_config_of_the_weather_names_each_program(package, tool, field):
+    override = f"custom_envs.Weather.env_config.function=weather_{package}:play"
+    config = compose_config("weather", [override, "engine.model=smollm2"], EXAMPLES)
+    program = ProgramConfig(**config.custom_envs["Weather"].env_config)
+    module, _, function = program.function.partition(":")
+    text = (EXAMPLES / f"{module}.py").read_text()
+    assert re.search(rf"^(async )?def {function}\(task, base_url\)", text, re.MULTILINE)

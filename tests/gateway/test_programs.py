@@ -310,6 +310,16 @@ def test_programs_that_are_played_ahead_teach_the_same_with_any_number_of_worker
         assert {call.weights_version for t in played for call in t.calls} == {max(0, number - 3)}
 
 
+def test_a_rollout_from_the_command_line_plays_programs(tmp_path):
+    config(tmp_path)
+    out = tmp_path / "run"
+    assert (
+        main(["rollout", "--config-dir", str(tmp_path), "--config-name", "programs", "--out", str(out)]) == 0
+    )
+    played = list(read_trajectories(out / "trajectories" / "rollout.jsonl"))
+    assert [trajectory.status for trajectory in played] == ["ok"] * 6
+
+
 def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path, capsys):
     overrides = [
         "trainer.iterations=2",

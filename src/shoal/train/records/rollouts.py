@@ -182,8 +182,10 @@ class _Place:
                 policy_of(self.engine).save(new)
 
     def manager(self, backend: Backend | None, journal: Journal | None = None) -> ParallelRolloutManager:
+        from shoal.gateway.programs import sessions_of
+
         return ParallelRolloutManager(
-            self.config, self.engine, backend=backend, journal=journal, tools=self.tools
+            self.config, self.engine, backend=backend, journal=journal, tools=self.tools, sessions=sessions_of
         )
 
 
