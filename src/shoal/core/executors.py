@@ -272,7 +272,7 @@ def ray_reason(error: BaseException) -> str:
     cause = next((line for line in lines if "dead because" in line), (lines or [type(error).__name__])[-1])
     cause = cause.partition("dead because ")[2].partition(". ")[0] or cause[:300]
     if cause.startswith("ModuleNotFoundError"):
-        cause += " (install it on every node, or send its folder: ray_options={runtime_env: {working_dir: FOLDER}})"
+        cause += " (install it on every node, or call ray.init(runtime_env={'working_dir': FOLDER}) before)"
     return cause
 
 
