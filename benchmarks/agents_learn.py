@@ -1,4 +1,4 @@
-"""Agents of three packages learn to ask a tool and to answer in their structured output: which thing fits the weather.
+"""Whether agents of three packages learn to ask a tool and to answer in their structured output what fits the weather.
 
     python benchmarks/agents_learn.py [PACKAGE …] [--seeds 0 1 …] [--quick] [--table]
 

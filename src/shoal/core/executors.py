@@ -258,6 +258,8 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
                 address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local
             )
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            if local:
+                raise
             token = "AuthToken" in f"{error}{error.__cause__}"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot join that cluster: "

@@ -27,6 +27,7 @@ from shoal.skills.graph.launchers import (
     job_environment,
     make_launcher,
     process_handle,
+    run_command,
     server_of,
     start_time,
 )
@@ -289,3 +290,8 @@ def test_trainings_side_by_side_share_cores_and_memory(monkeypatch: pytest.Monke
     assert found["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert found["PYTHONPATH"].split(os.pathsep)[1:] == ["/one", "/two"]
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(1)
+
+
+def test_a_run_folder_that_a_node_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/away is not on .*all nodes share"):
+        run_command([sys.executable, "-m", "says"], {}, str(tmp_path / "away" / "log"))

@@ -28,7 +28,6 @@ from shoal.train.agent.run.checkpoint import (
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 logger = logging.getLogger(__name__)
-"""Of a run whose config names none."""
 COLLAPSED = (
     "the policy has collapsed: it is sure of answers that do not solve the task, and for 10 iterations hardly a group "
     "had different rewards to learn from; trainer.stop_on_collapse=false resume=true goes on"
