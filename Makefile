@@ -92,7 +92,7 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
-	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/samplers/vllm/test_vllm_server.py tests/samplers/vllm/test_vllm.py --timeout 900
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/samplers/vllm/test_vllm_server.py tests/samplers/vllm/test_vllm.py tests/train/agent/test_real_server.py --timeout 900
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

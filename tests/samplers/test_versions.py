@@ -1,8 +1,10 @@
 """Weights of several versions at once: each request is answered by the version that it names, here and elsewhere."""
 
+import asyncio
 import os
 import signal
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -11,8 +13,8 @@ from msgspec.structs import replace
 from shoal.core.errors import EngineError
 from shoal.samplers.process import ProcessSampler
 from shoal.samplers.registry import EngineConfig, close_engine, make_engine, make_versions
-from shoal.samplers.sampler import Key, Request, Sampling
-from shoal.samplers.versions import At, Versions
+from shoal.samplers.sampler import Capabilities, Key, Request, Sampling
+from shoal.samplers.versions import At, OneCopy, Versions
 
 SMALL = EngineConfig(width=16, layers=1, heads=2)
 WORDS = ("up", "down")
@@ -103,6 +105,118 @@ def test_weights_that_are_in_use_are_not_replaced():
         asking.join()
         sampler.load_weights({}, 2)
         assert sampler.weights_version == 2
+
+
+# --- one copy
+class Served:
+    """One copy of the weights, asked for each request at once, that notes its loads."""
+
+    def __init__(self, pause=0.0):
+        self.inner = make_engine(SMALL, WORDS, 0)
+        self.tokenizer, self.level, self.context = self.inner.tokenizer, self.inner.level, 9
+        self.loads, self.under_way, self.pause, self.closed = [], 0, pause, False
+
+    capabilities = Capabilities(token_ids=True, logprobs=True, weights=True)
+
+    async def sample(self, request):
+        self.under_way += 1
+        await asyncio.sleep(0.002)
+        answer = self.inner.generate([request])[0]
+        self.under_way -= 1
+        return answer
+
+    def load_weights(self, weights, version):
+        assert self.under_way == 0
+        time.sleep(self.pause)
+        self.loads.append(version)
+        if weights is None:
+            raise EngineError("no weights")
+        self.inner.load_weights(weights, version)
+
+    def close(self):
+        self.closed = True
+
+
+def test_one_copy_answers_by_several_versions_in_turn():
+    with OneCopy(Served(), 2) as sampler:
+        for version in (1, 2):
+            sampler.load_weights(weights(version), version)
+        assert sampler.inner.loads == [1]  # the first at once, the others when they are wanted
+
+        async def both():
+            return await asyncio.gather(
+                *(sampler.sample(r) for pair in zip(requests(1), requests(2), strict=True) for r in pair)
+            )
+
+        answers = [(a.token_ids, a.logprobs) for a in asyncio.run(both())]
+        assert answers[::2] == alone(1)
+        assert answers[1::2] == alone(2)
+        assert sampler.inner.loads == [1, 2]
+        assert said(sampler, 1) == alone(1)
+        sampler.load_weights(weights(3), 3)
+        with pytest.raises(EngineError, match=r"weights of version 1 are not held, only \[2, 3\]"):
+            sampler.generate(requests(1, 1))
+        assert said(sampler, 3) == alone(3)
+        sampler.load_weights(weights(4), 3)  # a version anew
+        assert [tokens for tokens, _ in said(sampler, 3)] == [tokens for tokens, _ in alone(4)]
+    assert sampler.inner.closed
+
+
+def test_one_copy_is_not_changed_at_each_pause_of_who_plays():
+    with OneCopy(Served(pause=0.3), 2) as sampler:
+        for version in (1, 2):
+            sampler.load_weights(weights(version), version)
+
+        async def plays():
+            for request in requests(1):
+                await sampler.sample(request)
+                await asyncio.sleep(0.05)  # a step of its env
+            return time.monotonic()
+
+        async def both():
+            ended, answer = await asyncio.gather(plays(), sampler.sample(requests(2, 1)[0]))
+            assert answer.weights_version == 2
+            return ended
+
+        asyncio.run(both())
+        assert sampler.inner.loads == [1, 2]
+
+
+def test_one_copy_that_does_not_take_a_version_refuses_its_requests_alone():
+    with OneCopy(Served(), 2) as sampler:
+        with pytest.raises(EngineError, match="no weights"):
+            sampler.load_weights(None, 1)  # the first is tried at once
+        sampler.load_weights(weights(2), 2)
+        with pytest.raises(EngineError, match="no weights"):
+            sampler.generate(requests(1, 1))
+        assert said(sampler, 2) == alone(2)
+        sampler.load_weights(weights(1), 1)
+        assert said(sampler, 1) == alone(1)
+
+
+def test_a_version_that_is_waited_for_is_not_replaced():
+    go = asyncio.Event()
+
+    class Slow(Served):
+        async def sample(self, request):
+            await go.wait()
+            return await super().sample(request)
+
+    with OneCopy(Slow(), 2) as sampler:
+        for version in (1, 2):
+            sampler.load_weights(weights(version), version)
+
+        async def asked():
+            waiting = [asyncio.ensure_future(sampler.sample(requests(v, 1)[0])) for v in (2, 1)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(EngineError, match="cannot replace those of version 1, which 1 requests are"):
+                await asyncio.to_thread(sampler.load_weights, weights(3), 3)
+            sampler._loop.loop.call_soon_threadsafe(go.set)
+            return await asyncio.gather(*waiting)
+
+        assert [a.weights_version for a in asyncio.run(asked())] == [2, 1]
+        sampler.load_weights(weights(3), 3)
+        assert said(sampler, 3) == alone(3)
 
 
 # --- a process

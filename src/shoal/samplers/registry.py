@@ -171,10 +171,12 @@ def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) 
 
 def make_versions(config: EngineConfig, words: Sequence[str], seed: int, held: int) -> Sampler:
     """A sampler of a config that holds the weights of so many versions, once it is given them; close it."""
-    from shoal.samplers.versions import Versions
+    from shoal.samplers.versions import OneCopy, Versions
 
     if config.name == "ray":
         return _replicas(config, words, seed, held)
+    if config.name in ("vllm", "openai"):
+        return OneCopy(make_engine(config, words, seed), held)
     if config.copy == "process":
         from shoal.samplers.process import ProcessSampler
 

@@ -9,14 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.rollout.doubles import fast_tokenizer
+from tests.samplers.vllm.serving import PYTHON, SETTINGS, needs_vllm
 from tests.samplers.vllm.vllm_in_process import SCALE, questions
 
-PYTHON = os.environ.get("SHOAL_TEST_VLLM")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON, reason="SHOAL_TEST_VLLM names no Python with vLLM"),
-]
+pytestmark = needs_vllm
 
 
 def save_model(folder, tied):
@@ -64,12 +60,7 @@ def test_vllm_in_process_answers_like_transformers_with_adapters_and_new_weights
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     save_model(model, tied)
     save_adapter(adapter, HuggingFaceEngine.load(model).model)
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(sys.modules["shoal"].__file__).parent.parent),
-    }
+    settings = SETTINGS | {"PYTHONPATH": str(Path(sys.modules["shoal"].__file__).parent.parent)}
     script = Path(__file__).parent / "vllm_in_process.py"
     done = subprocess.run(
         [PYTHON, script, model, tmp_path / "said", adapter],
@@ -92,6 +83,9 @@ def test_vllm_in_process_answers_like_transformers_with_adapters_and_new_weights
     plain = HuggingFaceEngine.load(model).model.state_dict()
     here.load_weights({name: tensor * SCALE for name, tensor in plain.items()}, 3)
     expected["weights"] = expected["died"] = here.generate(asked)
+    for version, scale in ((4, 1.0), (5, SCALE)):
+        here.load_weights({name: tensor * scale for name, tensor in plain.items()}, version)
+        expected[f"version {version}"] = here.generate(asked)
     assert len({tuple(answers[0].logprobs) for answers in expected.values()}) >= 3, "nothing would show"
     assert said.keys() == expected.keys()
     for stage, completions in expected.items():

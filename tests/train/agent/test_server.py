@@ -9,9 +9,10 @@ from tests.samplers.servers.model_server import ModelServer, keyed
 from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.data import read_trajectories
-from shoal.core.errors import EngineError
+from shoal.core.errors import ConfigError, EngineError
 from shoal.samplers.servers import openai
 from shoal.train.agent.config import compose_config
+from shoal.train.agent.processes.distributed import Processes
 from shoal.train.agent.trainer import AgentTrainer
 
 pytest.importorskip("transformers")
@@ -167,12 +168,31 @@ def test_a_server_without_its_routes_for_training_is_refused_with_what_to_do(ser
         there(server, tmp_path / "run", model)
 
 
-def test_a_run_goes_on_by_a_server(serve, here, model, tmp_path):
+@pytest.mark.parametrize("more", [(), ("trainer.lag=1",)], ids=["", "lag"])
+def test_a_run_goes_on_by_a_server(serve, here, model, tmp_path, more):
     server = serve("vllm")
     run = tmp_path / "run"
-    with AgentTrainer(settings(server, run, model, "trainer.save_every=1")) as trainer:
+    with AgentTrainer(settings(server, run, model, "trainer.save_every=1", *more)) as trainer:
         for row in trainer.train():
             if row["iteration"] == 2:
                 break
     server.restart(0)
-    check_equal(there(server, run, model, "trainer.save_every=1", "resume=true"), here())
+    check_equal(there(server, run, model, "trainer.save_every=1", "resume=true", *more), here(*more))
+
+
+@pytest.mark.parametrize("more", [(), LORA], ids=["weights", "adapters"])
+def test_a_server_plays_by_older_weights_too(serve, here, model, tmp_path, more):
+    """It has one copy of them, which changes when an evaluation wants the newest, and is lost once."""
+    lagged = [*more, "trainer.lag=2", "trainer.eval_every=1"]
+    server = serve("vllm")
+    server.faults = [*SECOND, "restart"]
+    check_equal(there(server, tmp_path / "run", model, *lagged), here(*lagged))
+    assert not server.faults
+    assert server.answered["stale"] == 0
+
+
+def test_several_processes_cannot_want_versions_of_one_server(serve, model, tmp_path, monkeypatch):
+    two = Processes(0, 2)
+    monkeypatch.setattr("shoal.train.agent.trainer.Processes.join", lambda *args, **named: two)
+    with pytest.raises(ConfigError, match="each of 2 processes want other weights of one server"):
+        AgentTrainer(settings(serve("vllm"), tmp_path / "run", model, "trainer.lag=1"))

@@ -139,14 +139,6 @@ def test_adapters_without_a_model_of_transformers_are_refused_before_anything_st
         compose_config("demo", [f"engine.name={name}", "engine.replicas.engine=tiny", "model.lora.rank=4"])
 
 
-def test_a_server_holds_the_weights_of_one_version():
-    lagged = ["engine.name=openai", "trainer.lag=1", "agent_proxy.use_parallel_rollout=true"]
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lag=1 needs weights of 2 versions at once, and openai holds one"
-    ):
-        compose_config("base", lagged)
-
-
 def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too():
     with pytest.raises(
         ConfigError, match=r"engine\.dtype=bfloat16 has no effect on engine\.replicas\.engine=tiny"

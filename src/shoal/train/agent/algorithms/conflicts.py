@@ -55,11 +55,6 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"engine.copy=process has no effect with trainer.lag={config.trainer.lag} and engine.name={engine.name}: "
             f"leave it out, or set trainer.lag to 1 or more with tiny or huggingface"
         )
-    if config.trainer.lag and engine.played_by in ("vllm", "openai"):
-        yield (
-            f"trainer.lag={config.trainer.lag} needs weights of {config.trainer.lag + 1} versions at once, and "
-            f"{engine.played_by} holds one: set engine.name=huggingface, or trainer.lag=0"
-        )
     if engine.batch_invariant and engine.played_by == "huggingface" and algorithm.precision != "float32":
         yield (
             f"engine.batch_invariant=true makes the update compute as the sampler does, and algorithm.precision="

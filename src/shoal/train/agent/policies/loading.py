@@ -185,6 +185,11 @@ def make_networked(
     engine = replace(config.engine, device=processes.device(config.engine.device))
     held = config.trainer.lag + 1
     if engine.name == "openai":  # each process tells the server, by files of its own
+        if held > 1 and processes.count > 1:
+            raise ConfigError(
+                f"trainer.lag={held - 1} lets each of {processes.count} processes want other weights of one server at "
+                f"the same time: train in one process, or set trainer.lag=0"
+            )
         server, run = engine.server, Path(config.run_dir or DEFAULT_FOLDER)
         weights = f"{server.weights or run / 'server'}-{processes.rank}"
         server = replace(server, weights=weights, tokenizer=server.tokenizer or engine.model)

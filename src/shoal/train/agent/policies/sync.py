@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,14 @@ class WeightSync:
         if stamp != self._carried:
             self._carried = None  # if it fails midway, who knows what is there
             weights = {name: tensor.cpu() for name, tensor in gather(self._state()).items()}
-            self._give(weights, version)
-            if hasattr(self._sampler, "confirm"):  # a server, of which it is not known what it did
-                self._sampler.confirm(prompt_logprobs(self._policy, self._sampler.probe))
             if self._lag:
                 copies = {
                     id(tensor): tensor.detach().clone() for tensor in weights.values()
                 }  # tied ones are one
-                self.earlier[version] = {name: copies[id(tensor)] for name, tensor in weights.items()}
+                weights = {name: copies[id(tensor)] for name, tensor in weights.items()}
+            self._give(weights, version)
+            if self._lag:
+                self.earlier[version] = weights
                 for old in sorted(self.earlier)[: -self._lag - 1]:
                     del self.earlier[old]
             self._carried = stamp
@@ -76,8 +77,20 @@ class WeightSync:
     def restore(self, earlier: Mapping[int, dict[str, Tensor]]) -> None:
         """Let the sampler hold weights of versions before the present one, as `earlier` had them."""
         for version, weights in sorted(earlier.items()):
-            self._give(weights, version)
+            with self._set_to(weights) if hasattr(self._sampler, "confirm") else nullcontext():
+                self._give(weights, version)
         self.earlier = dict(earlier)
+
+    @contextmanager
+    def _set_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """For as long as this lasts the network has these weights."""
+        module = self._policy.module
+        present = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in weights}
+        module.load_state_dict(weights, strict=False)
+        try:
+            yield
+        finally:
+            module.load_state_dict(present, strict=False)
 
     def _state(self) -> dict[str, Any]:
         """What is carried: all weights, or the adapters, which alone have changed."""
@@ -88,10 +101,13 @@ class WeightSync:
         return {name: tensor for name, tensor in state.items() if name in trained}
 
     def _give(self, weights: dict[str, Tensor], version: int) -> None:
+        """Give the sampler weights; one that is checked by the network's answers gets those that the network has."""
+        module: Any = self._policy.module
         if not self._adapters:
             self._sampler.load_weights(weights, version)
-            return
-        module: Any = self._policy.module
-        with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
-            module.save_pretrained(folder, state_dict=weights)
-            self._sampler.load_adapter(Path(folder), version)
+        else:
+            with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
+                module.save_pretrained(folder, state_dict=weights)
+                self._sampler.load_adapter(Path(folder), version)
+        if hasattr(self._sampler, "confirm"):  # a server, of which it is not known what it did
+            self._sampler.confirm(prompt_logprobs(self._policy, self._sampler.probe))
