@@ -7,7 +7,7 @@ PINS := -c requirements/constraints.txt
 # Bytecode is kept, whatever the machine's default: else each of the tests' thousands of processes compiles shoal anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean test-integrations
+.PHONY: help setup demo demo-llm test test-slow test-cluster test-portable test-browser test-gpu check docs settings package wheel-test format clean test-integrations
 
 help:             ## this list (every bench-… takes QUICK=1: a table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -32,6 +32,9 @@ test: setup       ## the test suite, no GPU, no network
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800
+
+test-cluster: setup  ## three machines of Ray in namespaces (Linux, root), of which one is lost in each of 20 iterations
+	SHOAL_KILLS=20 $(BIN)/python -m pytest tests/cluster --timeout 3600
 
 test-portable: setup  ## on Linux what other systems run: spawn and pipes
 	SHOAL_PORTABLE=1 $(BIN)/python -m pytest tests/vector tests/samplers tests/rollout tests/splitting -m "not slow and not gpu" -n 3 --dist worksteal

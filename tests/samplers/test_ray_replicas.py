@@ -26,19 +26,22 @@ class Call:
         self.call = call
 
     def __await__(self):
-        return (yield from self.call().__await__())
+        given = self.call()
+        return (yield from given.__await__()) if hasattr(given, "__await__") else given
 
 
 class Actor:
     made = 0
+    dying = 0  # so many of the next ones die before they have started
 
-    def __init__(self, kind, made, death):
+    def __init__(self, kind, made, module):
         Actor.made += 1
-        self.death, self.dead = death, False
+        self.death, self.dead = module.RayActorError(), Actor.dying > 0
+        Actor.dying -= self.dead
         try:
             self.replica = kind(*made)
-        except RuntimeError:
-            self.dead = True
+        except RuntimeError as error:
+            self.death, self.dead = module.RayActorError("", str(error), actor_init_failed=True), True
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -52,7 +55,8 @@ class Actor:
 @pytest.fixture
 def make(monkeypatch):
     module = pytest.importorskip("shoal.samplers.ray", exc_type=ImportError)
-    death = module.RayActorError()
+    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(Actor, "dying", 0)
 
     def get(what, timeout=None):
         if isinstance(what, list):
@@ -62,7 +66,7 @@ def make(monkeypatch):
     cluster = SimpleNamespace(
         is_initialized=lambda: cluster.lives,
         lives=True,
-        remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind, made, death)),
+        remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind, made, module)),
         wait=lambda calls, num_returns, timeout: (calls, []),
         cluster_resources=dict,
         available_resources=dict,
@@ -94,6 +98,20 @@ def test_a_replica_that_died_is_made_anew_however_often_a_batch_is_asked_again(m
             engine.generate(ASKED)
     assert engine.generate(ASKED) == expected
     assert Actor.made == made + 1, "the two requests of one replica lost it, and it was replaced once"
+
+
+def test_a_machine_that_is_missed_late_costs_no_attempt(make, monkeypatch):
+    """Ray puts replicas on it that never start; a request fails only where none starts in time."""
+    engine = make(retries=1)
+    expected = engine.generate(ASKED)
+    engine._actors[1].dead, Actor.dying = True, 5
+    assert engine.generate(ASKED) == expected
+    engine._actors[1].dead, Actor.dying = True, 10**6
+    monkeypatch.setattr(sys.modules[type(engine).__module__], "PATIENCE", 0.1)
+    with pytest.raises(EngineError, match="replica 1 does not start again"):
+        engine.generate(ASKED)
+    Actor.dying = 0
+    assert engine.generate(ASKED) == expected
 
 
 class Counting(RandomEngine):
@@ -193,7 +211,9 @@ def test_a_replica_that_cannot_take_the_last_weights_answers_with_no_others(make
     engine._actors[1].dead = True
     monkeypatch.setattr(Weighty, "room", False)
     for _ in range(2):
-        with pytest.raises(EngineError, match="no answer in 2 attempts .* replica 1 failed"):
+        with pytest.raises(
+            EngineError, match="no answer in 2 attempts .* replica 1 does not start again: .*out of memory"
+        ):
             engine.generate(ASKED)
     monkeypatch.setattr(Weighty, "room", True)
     assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]

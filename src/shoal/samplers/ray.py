@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ LOST = (RayActorError, OutOfMemoryError, GetTimeoutError, ObjectLostError, Timeo
 """What is raised of a replica that is gone, or does not answer."""
 START_SECONDS = 30.0
 """After which a warning says which replicas have not started."""
+PATIENCE = 180.0
+"""Seconds in which one must have started in the place of another, without a timeout; Ray is slow to miss a machine."""
+PAUSE = 0.5
 
 
 class _Replica:
@@ -71,7 +75,7 @@ class _Replica:
 class RayEngine(Closing):
     """Completes prompts on replicas of a sampler; Ray must be running (`ray.init`).
 
-    A replica that dies is replaced by one with the last weights, and its requests are asked again.
+    A replica that dies is replaced by one with the last weights, and once that has started, asked again.
 
     Args:
         make: makes one replica's sampler, there; it must be picklable (a function of a module, or a partial).
@@ -103,6 +107,7 @@ class RayEngine(Closing):
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
         facts = self._first_facts()
+        self._started = [True] * replicas
         self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
 
     def _first_facts(self) -> Facts:
@@ -128,9 +133,8 @@ class RayEngine(Closing):
 
     async def sample(self, request: Request) -> Completion:
         """The answer of the replica of its chat, which keeps its prefixes; one that is gone is replaced."""
-        actors = self._open()
-        number = sum(request.chat or request.key.path[:-1]) % len(actors)
-        actor = actors[number]
+        number = sum(request.chat or request.key.path[:-1]) % len(self._open())
+        actor = await self._running(number)
         try:
             async with asyncio.timeout(self.timeout):
                 return await actor.sample.remote(request)  # type: ignore[no-any-return]
@@ -141,6 +145,22 @@ class RayEngine(Closing):
             cause = getattr(error, "cause", None)
             said = cause if isinstance(cause, EngineError) else error
             raise EngineError(f"replica {number}: {said}") from error
+
+    async def _running(self, number: int) -> Any:
+        """A replica that has started: one that is lost before, on a machine that is dying, costs no attempt."""
+        end = time.monotonic() + (PATIENCE if self.timeout is None else self.timeout)
+        while not self._started[number]:
+            actor = self._open()[number]
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    await actor.facts.remote()
+                self._started[number] |= self._open()[number] is actor
+            except LOST as error:
+                self._replace(number, actor, error)
+                if getattr(error, "actor_init_failed", False) or time.monotonic() > end:
+                    raise EngineError(f"replica {number} does not start again: {error}") from error
+                await asyncio.sleep(PAUSE)
+        return self._open()[number]
 
     # --- weights
     def load_weights(self, weights: Any, version: int) -> None:
@@ -204,6 +224,7 @@ class RayEngine(Closing):
         if why is not None:
             logger.warning("replica %d failed (%s); it is replaced", number, type(why).__name__)
         ray.kill(failed)
+        self._started[number] = False
         actors[number] = self._actor.remote(self._make, *self._loaded)
 
 

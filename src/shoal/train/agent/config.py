@@ -349,7 +349,7 @@ class TrainerConfig:
     lag: int = 0
     """Iterations for which playing is ahead of learning: those of iteration `k` are played with the weights of
     iteration `k - lag`, while the ones before are learned from. Needs `agent_proxy.use_parallel_rollout`; the sampler
-    then has `lag + 1` copies of the weights."""
+    then holds `lag + 1` versions of the weights."""
     check_envs: bool = True
     """Play a few episodes of your own envs before the model is loaded (`shoal train`), and report faults by line."""
     eval_every: int = 10
