@@ -37,7 +37,7 @@ def server(model, tmp_path_factory):
 def test_what_a_server_writes_is_by_the_weights_that_are_trained(server, model, tmp_path, more, lag, killed):
     named = ["engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tolerance={GAP}"]
     config = config_of(
-        tmp_path / "run", model, *named, "engine.server.retries=60", f"trainer.iterations={ITERATIONS}", *more
+        tmp_path / "run", model, *named, "engine.server.retries=30", f"trainer.iterations={ITERATIONS}", *more
     )
     rows = []
     with AgentTrainer(config) as trainer:

@@ -34,7 +34,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        write_tiny_model(folder)
+        write_tiny_model(folder, unused=12)  # which are said, and learned from
     return folder
 
 

@@ -4,8 +4,11 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
-def write_tiny_model(folder):
-    """A random two-layer model with a tokenizer of single characters and a chat template."""
+def write_tiny_model(folder, unused=0):
+    """A random two-layer model with a tokenizer of single characters and a chat template.
+
+    Its network knows `unused` tokens more than the tokenizer, as those of Qwen do.
+    """
     letters = ["<unk>", "<end>", *map(chr, range(32, 127)), "\n"]
     plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -17,7 +20,7 @@ def write_tiny_model(folder):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     config = transformers.Qwen2Config(
-        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        vocab_size=len(letters) + unused, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -31,7 +31,7 @@ import msgspec
 
 from shoal.core.errors import DataError, EngineError, did_you_mean
 from shoal.core.executors import Closing
-from shoal.core.files import write_folder
+from shoal.core.files import read_json, write_folder
 from shoal.core.registry import check_name
 from shoal.samplers.asking import RejectedError, RetryPolicy, generate, retried
 from shoal.samplers.registry import LogprobsMode, Server
@@ -132,6 +132,8 @@ class OpenAIEngine(Closing):
             self.close()
             raise
         self.context = context if context is not None else known
+        self.vocabulary = None if model_folder is None else _vocabulary_in(model_folder)
+        """How many tokens the network that is trained knows, often more than its tokenizer; None is not known."""
         self.logprobs = logprobs or self.dialect.logprobs
         self._free = asyncio.Semaphore(concurrency)
         self._expected: tuple[float, ...] | None = None
@@ -444,6 +446,11 @@ class Reply(NamedTuple):
                 f"the server broke the response off ({str(self.finish)[:80]}): nothing of it is used"
             )
         return Completion(tuple(map(index, ids)), tuple(map(float, logprobs)), self.finish, version)
+
+
+def _vocabulary_in(folder: Path) -> int | None:
+    described = read_json(folder / "config.json")
+    return described.get("text_config", described).get("vocab_size")  # type: ignore[no-any-return]
 
 
 def _new_name(version: int) -> str:
