@@ -49,6 +49,10 @@ class ModelServer(ThreadingHTTPServer):
         self.ignores = False  # what it is told to load
         self.breaks = lambda path: None  # a status for a call that is no prompt
         self.answered = {"base": 0, "loaded": 0, "stale": 0}
+        self.asked, self.mixed = (
+            set(),
+            0,
+        )  # by whom now; prompts with an adapter that were scored beside others
         self._boot()
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -151,6 +155,13 @@ class ModelServer(ThreadingHTTPServer):
         ids = tuple(body["prompt"] if vllm else body["input_ids"])
         name = body["model"] if vllm else body.get("lora_path")
         assert self.paused.wait(60)
+        self.asked.add(me := threading.get_ident())
+        try:
+            return self.complete_one(vllm, ids, name, settings, body)
+        finally:
+            self.asked.discard(me)
+
+    def complete_one(self, vllm, ids, name, settings, body):
         with self.lock:
             if name not in (None, "m") and name not in self.adapters:
                 raise RefusedError(404 if vllm else 400, f"The model `{name}` does not exist.")
@@ -160,6 +171,7 @@ class ModelServer(ThreadingHTTPServer):
             sampling = Sampling(count, settings["temperature"], tuple(settings["stop"]))
             (said,) = model.generate([Request(ids, Key(seed, tuple(path)), sampling)])
             probed = body.get("prompt_logprobs") if vllm else body["logprob_start_len"] == 0
+            self.mixed += bool(probed and name in self.adapters and len(self.asked) > 1)
             scores = scores_of(model, ids) if probed else None
             if not probed:
                 what = "stale" if self.stale else "loaded" if name in self.adapters else self.has

@@ -23,34 +23,36 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    adapters = "--enable-lora", "--max-lora-rank", "8"
-    with real_server(model, tmp_path_factory.mktemp("vllm") / "log", *adapters) as running:
-        yield running
+ADAPTERS = "--enable-lora", "--max-lora-rank", "8"
+"""Not for the others: with it vLLM's CPU build 0.32 ends on a batch of prompts that use no adapter."""
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["", "killed"])
 @pytest.mark.parametrize(
-    ("more", "lag"), [([], 0), (["trainer.lag=1"], 1), (LORA, 0)], ids=["weights", "lag", "adapters"]
+    ("more", "lag", "options"),
+    [([], 0, ()), (["trainer.lag=1"], 1, ()), (LORA, 0, ADAPTERS)],
+    ids=["weights", "lag", "adapters"],
 )
-def test_what_a_server_writes_is_by_the_weights_that_are_trained(server, model, tmp_path, more, lag, killed):
+def test_what_a_server_writes_is_by_the_weights_that_are_trained(model, tmp_path, more, lag, options):
+    with real_server(model, tmp_path / "log", *options) as server:
+        train_and_check(server, model, tmp_path / "run", more, lag)
+
+
+def train_and_check(server, model, folder, more, lag):
     named = ["engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tolerance={GAP}"]
-    config = config_of(
-        tmp_path / "run", model, *named, "engine.server.retries=30", f"trainer.iterations={ITERATIONS}", *more
-    )
+    named += ["es_manager.train.env_groups=4", "es_manager.train.group_size=6", "engine.server.retries=30"]
+    config = config_of(folder, model, *named, f"trainer.iterations={ITERATIONS}", *more)
     rows = []
     with AgentTrainer(config) as trainer:
         for row in trainer.train():
             rows.append(row)
-            if killed and len(rows) == 2:  # it comes back with its own weights
+            if len(rows) == 2:  # it comes back with its own weights
                 server.stop(signal.SIGKILL)
                 server.start()
-    learned = [row for row in rows if "logprob_gap_max" in row]
-    assert len(learned) == ITERATIONS
-    for k, row in enumerate(learned):
-        played = list(read_trajectories(tmp_path / "run" / "trajectories" / f"train-{k + 1:06d}.jsonl"))
-        assert [t.status for t in played] == ["ok"] * 6
+    gaps = {row["iteration"]: row["logprob_gap_max"] for row in rows if "logprob_gap_max" in row}
+    assert len(gaps) > 1  # a group whose rewards are equal teaches nothing
+    for k in range(ITERATIONS):
+        played = list(read_trajectories(folder / "trajectories" / f"train-{k + 1:06d}.jsonl"))
+        assert [t.status for t in played] == ["ok"] * 24
         assert {call.weights_version for t in played for call in t.calls} == {max(0, k - lag)}
-        if not lag or not k:  # else it measures the lag
-            assert row["logprob_gap_max"] < GAP
+        if not lag:  # else it measures the lag
+            assert gaps.get(k + 1, 0.0) < GAP

@@ -110,7 +110,7 @@ def test_a_run_on_a_server_is_the_run_in_process(serve, here, model, tmp_path, k
     server = serve(kind)
     check_equal(there(server, tmp_path / "run", model, *more), here(*more))
     assert server.answered["loaded"] > 0
-    assert server.answered["stale"] == server.answered["base"] == 0
+    assert server.answered["stale"] == server.answered["base"] == server.mixed == 0
     assert not list((tmp_path / "run").glob("server*"))  # what was written for it is gone
 
 
@@ -134,6 +134,7 @@ def test_a_server_that_comes_back_with_its_own_weights_costs_time_alone(
     check_equal(there(server, tmp_path / "run", model, *more, *unseen), here(*more))
     assert not server.faults
     assert "the server may have lost version 1: it is loaded again" in caplog.text
+    assert not server.mixed
 
 
 def test_passing_faults_are_retried_by_the_one_policy_and_cost_no_episode(serve, here, model, tmp_path):
@@ -188,7 +189,7 @@ def test_a_server_plays_by_older_weights_too(serve, here, model, tmp_path, more)
     server.faults = [*SECOND, "restart"]
     check_equal(there(server, tmp_path / "run", model, *lagged), here(*lagged))
     assert not server.faults
-    assert server.answered["stale"] == 0
+    assert server.answered["stale"] == server.mixed == 0
 
 
 def test_several_processes_cannot_want_versions_of_one_server(serve, model, tmp_path, monkeypatch):

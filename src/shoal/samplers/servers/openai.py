@@ -20,7 +20,8 @@ import math
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import index
@@ -135,7 +136,7 @@ class OpenAIEngine(Closing):
         self.vocabulary = None if model_folder is None else _vocabulary_in(model_folder)
         """How many tokens the network that is trained knows, often more than its tokenizer; None is not known."""
         self.logprobs = logprobs or self.dialect.logprobs
-        self._free = asyncio.Semaphore(concurrency)
+        self._free, self._concurrency = asyncio.Semaphore(concurrency), concurrency
         self._expected: tuple[float, ...] | None = None
         self._checking, self._checked, self._refused = asyncio.Lock(), 0, 0
 
@@ -178,15 +179,17 @@ class OpenAIEngine(Closing):
         if not room:
             return Completion((), (), "context", loaded.version)
         body = self._body(request, room, loaded.adapter)
+        refused, reply = None, None
         async with self._free:
             try:
                 reply = await self.client.attempt("POST", self.dialect.path, body)
             except RejectedError as error:
                 if error.code == FULL or any(words in str(error) for words in FULL_IN_WORDS):
                     return Completion((), (), "context", loaded.version)
-                await self._check_answer(loaded)  # a server that was restarted knows no adapter
-                raise
-        await self._check_answer(loaded)
+                refused = error
+        await self._check_answer(loaded)  # one that was restarted refuses an adapter, which it does not know
+        if refused is not None:
+            raise refused
         return self._completion(request, reply, loaded.version)
 
     def close(self) -> None:
@@ -371,7 +374,9 @@ class OpenAIEngine(Closing):
         asked = Request(self.probe, Key(0, ()), Sampling(1))
         body = self._body(asked, 1, self._loaded.adapter) | kind.asks_scores
         try:
-            found = kind.scores(await self.client.attempt("POST", kind.path, body), self.probe)
+            async with self._alone() if self._loaded.adapter else nullcontext():
+                reply = await self.client.attempt("POST", kind.path, body)
+            found = kind.scores(reply, self.probe)
             return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
         except RejectedError:
             if not self._loaded.adapter:
@@ -379,6 +384,22 @@ class OpenAIEngine(Closing):
             return math.inf  # it knows no such adapter
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(f"the server gave no log-probabilities of a prompt: {error}") from error
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Nothing else is under way.
+
+        vLLM (0.32, on a CPU) ends when it is asked for log-probabilities of a prompt with an adapter beside others.
+        """
+        taken = 0
+        try:
+            while taken < self._concurrency:
+                await self._free.acquire()
+                taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
 
     def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""
