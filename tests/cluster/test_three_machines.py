@@ -281,6 +281,11 @@ def test_splitting_on_them_gives_the_batch_of_one_process(machines):
     found, _ = play_with_kills(machines, SPLIT, str(shared), str(KILLS), after=1.0)
     assert found == calm
     assert len(calm["digests"]) == 1
+    alone = machines.start(
+        SPLIT, str(machines.hidden), "1", stderr=subprocess.DEVNULL, MACHINES="yes"
+    )  # which the others lack
+    out, _ = alone.communicate("go\n", timeout=300)
+    assert str(machines.hidden / "recordings") in last(out)["error"]
 
 
 SKILLS = (
