@@ -81,8 +81,9 @@ class Machines:
             _ip("-n", name, "link", "set", inner, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             self._names.add(number)
-        cores = 0 if number == HEAD else 4
-        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", f"--num-cpus={cores}"]
+        # Ray gives a node half a minute to begin; on a busy machine that takes a second attempt.
+        ray = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", str(Path(sys.executable).parent / "ray")]
+        ray += ["start", "--block", f"--num-cpus={0 if number == HEAD else 4}"]
         ray += [
             f"--node-ip-address=10.77.0.{number}",
             "--object-store-memory=80000000",
