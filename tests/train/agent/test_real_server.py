@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 ADAPTERS = "--enable-lora", "--max-lora-rank", "8"
-"""Not for the others: with it vLLM's CPU build 0.32 ends on a batch of prompts that use no adapter."""
+"""Not for the others: with them vLLM's CPU build 0.32 cannot score a prompt beside other requests."""
 
 
 @pytest.mark.parametrize(
