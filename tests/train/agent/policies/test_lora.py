@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from tests.samplers.huggingface.test_huggingface import make_engine, requests
 from tests.train.agent.test_update import random_samples
 from transformers import AutoModelForCausalLM
@@ -130,6 +130,42 @@ def test_a_sampler_elsewhere_gets_the_adapters_alone_and_writes_what_the_policy_
         [(row.get("reward"), row.get("loss"), row.get("tokens")) for row in each] for each in (rows, other)
     ]
     assert told[0] == told[1]
+
+
+def test_with_a_lag_one_copy_elsewhere_swaps_the_adapters_that_episodes_want(base, tmp_path, monkeypatch):
+    class OneAtATime(HuggingFaceEngine):
+        """Is asked for each request by itself, as vLLM is."""
+
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            self.swaps = []
+
+        async def sample(self, request):
+            return self.generate([request])[0]
+
+        def load_adapter(self, folder, version):
+            self.swaps.append(version)
+            super().load_adapter(folder, version)
+
+    made = []
+    monkeypatch.setitem(
+        SAMPLERS._items,
+        "vllm",
+        lambda config, words, seed: made.append(OneAtATime.load(config.model)) or made[-1],
+    )
+    lagged = [
+        "trainer.iterations=3",
+        "trainer.lag=1",
+        "trainer.eval_every=1",
+        "agent_proxy.parallel_n_jobs=2",
+    ]
+    lagged += ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=thread"]
+    _, expected = run(base, tmp_path / "here", *lagged)
+    _, found = run(base, tmp_path / "there", *lagged, "engine.name=vllm")
+    [sampler] = made
+    assert {0, 1, 2} < {*sampler.swaps}
+    for name, tensor in load(found).items():
+        np.testing.assert_allclose(tensor, load(expected)[name], atol=1e-5)
 
 
 def test_a_sampler_that_takes_no_adapters_is_refused_for_lora(base):
