@@ -16,7 +16,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 PORT = 6391
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 HEAD = 1
 PORTS = [
     f"--{name}-port={6400 + number}"
