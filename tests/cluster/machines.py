@@ -46,7 +46,7 @@ class Machines:
     """Machines 1, 2, … with addresses 10.77.0.1, 10.77.0.2, …; the first has Ray's head.
 
     `/tmp` and `/dev/shm` are each one's own and empty, and so is `hidden`: what the first machine keeps there is on no
-    other. Python and shoal are installed on all. The first has no core for Ray, so all work is on the others.
+    other. Python and shoal are installed on all. The first has no core for Ray.
 
     Args:
         folder: where each has its working directory and its `/tmp`; not below `/tmp`, and of a short name, since

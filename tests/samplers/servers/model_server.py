@@ -49,10 +49,8 @@ class ModelServer(ThreadingHTTPServer):
         self.ignores = False  # what it is told to load
         self.breaks = lambda path: None  # a status for a call that is no prompt
         self.answered = {"base": 0, "loaded": 0, "stale": 0}
-        self.asked, self.mixed = (
-            set(),
-            0,
-        )  # by whom now; prompts with an adapter that were scored beside others
+        self.asked = set()  # by whom now
+        self.mixed = 0  # prompts with an adapter that were scored beside others
         self._boot()
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
