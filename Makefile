@@ -59,8 +59,9 @@ docs: setup       ## the site of the documents, into build/site
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
-settings: setup   ## write what the docs say of settings, after a change to one, its default or its docstring
+settings: setup   ## write what the docs say of settings and options, after a change to one, its default or its docstring
 	PYTHONPATH=src $(BIN)/python docs/make_settings.py
+	PYTHONPATH=src $(BIN)/python docs/make_commands.py
 	PYTHONPATH=src $(BIN)/python docs/make_presets.py
 	PYTHONPATH=src $(BIN)/python docs/make_metrics.py
 

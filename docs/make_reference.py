@@ -1,4 +1,6 @@
-"""Writes the API reference, a page for each room, from the public names and their docstrings; a hook of mkdocs adds it.
+"""Writes the API reference, a page for each room, from the public names and their docstrings.
+
+A hook of mkdocs adds it to the site, and the list of changes.
 
 python docs/make_reference.py [FOLDER]    needs shoal and its packages; mkdocs fills in the docstrings
 """
@@ -101,11 +103,13 @@ def defined(module: Any, name: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: the pages that were written into build/reference."""
+    """mkdocs: the pages that were written into build/reference, and the list of changes."""
     from mkdocs.structure.files import File
 
     for page in sorted(PAGES.glob("*.md")):
         files.append(File.generated(config, f"reference/{page.name}", content=page.read_text("utf-8")))
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
     return files
 
 

@@ -78,20 +78,28 @@ def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
         assert any(lines[number - 1].strip().startswith("# ") for number in at), f"{key} has no meaning"
 
 
-def test_the_page_of_settings_is_what_the_source_says():
-    write = (
-        "import sys; sys.path.insert(0, 'docs'); import make_settings; sys.stdout.write(make_settings.page())"
-    )
+@pytest.mark.parametrize(
+    ("name", "among"),
+    [
+        (
+            "settings",
+            (
+                "seed",
+                "algorithm.critic.gae_lambda",
+                "agent_proxy.prompt.prefill",
+                "custom_envs.NAME.env_type",
+            ),
+        ),
+        ("commands", ("--n-envs N", "--out, --run-dir PATH", "--no-eval-deterministic", "RUN")),
+    ],
+)
+def test_a_page_of_settings_or_options_is_what_the_source_says(name, among):
+    make = f"make_{name}"
+    write = f"import sys; sys.path.insert(0, 'docs'); import {make}; sys.stdout.write({make}.page())"
     done = subprocess.run([sys.executable, "-c", write], cwd=ROOT, capture_output=True, text=True, check=True)
-    stands = (ROOT / "docs" / "settings.md").read_text()
-    assert done.stdout == stands, "docs/settings.md is of another source: run make settings"
-    settings = (
-        "seed",
-        "algorithm.critic.gae_lambda",
-        "agent_proxy.prompt.prefill",
-        "custom_envs.NAME.env_type",
-    )
-    for setting in settings:
+    stands = (ROOT / "docs" / f"{name}.md").read_text()
+    assert done.stdout == stands, f"docs/{name}.md is of another source: run make settings"
+    for setting in among:
         assert f"| `{setting}` |" in stands
 
 
