@@ -46,6 +46,41 @@ def test_one_request_that_cannot_be_answered_fails_alone():
     assert [member for member, answer in enumerate(answers) if isinstance(answer, EngineError)] == [3]
 
 
+class Restarted(HashEngine):
+    """Crashes or hangs until it is restarted, which ends a call that hangs by an error."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.restarts, self.go = 0, threading.Event()
+        if fault == "crash":
+            self.go.set()
+
+    def generate(self, requests):
+        if not self.restarts:
+            self.go.wait(60)
+            raise RuntimeError("the engine's process died")
+        return super().generate(requests)
+
+    def restart(self):
+        self.restarts += 1
+        self.go.set()
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.flaky(reruns=2)
+def test_an_engine_that_crashes_or_hangs_is_restarted_once_and_asked_again(fault):
+    engine, asked = Restarted(fault), [request(member) for member in range(3)]
+    with SamplerClient(engine, engine_timeout=0.5) as shared:
+        assert shared.generate(asked) == HashEngine().generate(asked)
+        assert shared.statistics.restarts == engine.restarts == 1
+    engine = Restarted(fault)
+    with SamplerClient(engine, engine_timeout=0.5, max_restarts=0) as shared:
+        with pytest.raises((EngineError, TimeoutError), match="no answer in 2 attempts"):
+            shared.generate(asked)
+        engine.go.set()
+        assert engine.restarts == 0
+
+
 def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
     go = threading.Event()
     with SamplerClient(HashEngine(lambda _: go.wait(60)), engine_timeout=0.3) as shared:

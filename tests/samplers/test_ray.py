@@ -1,6 +1,8 @@
 import warnings
+from functools import partial
 
 import pytest
+from tests.rollout.doubles import until
 
 from shoal.core.errors import EngineError
 from shoal.samplers.sampler import Key, Request, Sampling
@@ -59,6 +61,28 @@ def test_replicas_write_what_one_engine_writes_also_after_one_has_died_and_with_
     with pytest.raises(EngineError, match="replica 0.*must have at least one token"):
         remote.generate([Request((), Key(0, (0, 0, 0, 0)))])
     remote.close()
+
+
+class Waiting(TinyEngine):
+    """Answers the first chat when another replica has begun with the second one, as a file says."""
+
+    def __init__(self, file):
+        super().__init__(["Up"])
+        self.file = file
+
+    def generate(self, requests):
+        if requests[0].key.path[1]:
+            self.file.touch()
+        until(self.file.exists)
+        return super().generate(requests)
+
+
+def test_a_slow_replica_holds_up_no_other(cluster, tmp_path):
+    from shoal.samplers.ray import RayEngine
+
+    asked = [Request((7, 8), Key(0, (0, group, 0, 0)), Sampling(5)) for group in range(2)]
+    with RayEngine(partial(Waiting, tmp_path / "begun"), 2) as remote:
+        assert len(remote.generate(asked)) == 2
 
 
 def broken():

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.doubles import FakeServer, each, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
+from tests.rollout.doubles import next_scores
+from tests.samplers.definitions import check_answers, odds_left
 
 from shoal.core.errors import EngineError
 from shoal.samplers.asking import SamplerClient
-from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import (
     NO_NUMBERS,
     Key,
@@ -21,27 +21,8 @@ from shoal.samplers.sampler import (
     Sampling,
     restricted,
 )
-from shoal.samplers.servers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.samplers.tokenizers import TinyTokenizer
-
-
-def by_hand(probabilities, sampling):
-    """From the definitions, one token after another, in plain Python."""
-    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
-    stay = [i for i in order if probabilities[i] >= sampling.min_p * probabilities[order[0]]]
-    if sampling.top_k > 0:
-        stay = stay[: sampling.top_k]
-    whole = math.fsum(probabilities[i] for i in stay)
-    nucleus, mass = [], 0.0
-    for i in stay:
-        nucleus.append(i)
-        mass += probabilities[i]
-        if mass >= sampling.top_p * whole:
-            break
-    left = math.fsum(probabilities[i] for i in nucleus)
-    return {i: probabilities[i] / left for i in nucleus}
-
+from shoal.train.agent.policies.loading import policy_of
 
 LIMITS = st.builds(
     Sampling,
@@ -65,7 +46,7 @@ def test_what_stays_is_what_the_definitions_say(scores, sampling):
     if np.any(np.abs(edges - sampling.top_p * edges[-1]) < 1e-9):
         return  # at the border itself rounding decides
     found = restricted(np.log(probabilities), sampling)
-    expected = by_hand(probabilities.tolist(), sampling)
+    expected = odds_left(probabilities.tolist(), sampling)
     assert set(np.flatnonzero(np.isfinite(found))) == set(expected)
     for i, p in expected.items():
         assert found[i] == pytest.approx(math.log(p), abs=1e-9)
@@ -123,46 +104,28 @@ def tiny():
 
 
 def mixed(n):
-    """Requests of every kind, some without limits, some greedy."""
+    """Requests of every kind, half of them without limits, some greedy."""
     rng = np.random.default_rng(5)
-    return [
-        Request(
-            tuple(map(int, rng.integers(6, 90, int(rng.integers(3, 12))))),
-            Key(1, (0, i, 0, 0)),
-            Sampling(
-                5,
-                float(rng.choice([0.0, 0.7, 1.0, 1.5])),
-                (),
-                float(rng.choice([1.0, 0.9, 0.4])),
-                int(rng.choice([0, 1, 3, 20])),
-                float(rng.choice([0.0, 0.05, 0.5])),
-            ),
-        )
-        for i in range(n)
-    ]
+    asked = []
+    for i in range(n):
+        prompt = tuple(map(int, rng.integers(6, 90, int(rng.integers(1, 40)))))
+        temperature = float(rng.choice([0.0, 0.7, 1.0, 1.5]))
+        limits = [
+            float(rng.choice([1.0, 0.9, 0.4])),
+            int(rng.choice([0, 1, 3, 20])),
+            float(rng.choice([0.0, 0.05, 0.5])),
+        ]
+        sampling = Sampling(1 + i % 6, temperature, (), *limits[: 3 * (i % 2)])
+        asked.append(Request(prompt, Key(1, (0, i, 0, 0)), sampling))
+    return asked
 
 
 @pytest.mark.parametrize("make", [tiny, make_engine])
 def test_an_engine_writes_what_the_definitions_write_whatever_the_batch(make):
     engine = make()
-    asked = mixed(40)
+    asked = mixed(50)
     whole = engine.generate(asked)
-    ends = {1} if isinstance(engine, TinyEngine) else set(engine.tokenizer.end_ids)
-    for request, completion in zip(asked, whole, strict=True):
-        ids, noise, sampling = list(request.prompt_ids), Noise(request.key), request.sampling
-        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            scores = next_scores(engine, ids) / (sampling.temperature or 1.0)
-            p = scores.double().softmax(-1).tolist()
-            if sampling.temperature:
-                gumbel = noise.rows(1, len(p))[0]
-                left = by_hand(p, sampling)
-                assert token == max(left, key=lambda i, left=left, g=gumbel: math.log(left[i]) + g[i])
-                assert logprob == pytest.approx(math.log(left[token]), abs=2e-5)
-            else:  # greedy: limits change nothing, log-probabilities are at temperature 1
-                assert token == int(np.argmax(p))
-                assert logprob == pytest.approx(math.log(p[token]), abs=2e-5)
-            ids.append(token)
-        assert len(completion.token_ids) == 5 or completion.token_ids[-1] in ends
+    check_answers(engine, asked, whole)
     backwards = make().generate(asked[::-1])[::-1]
     alone = []
     for request in asked:
@@ -175,58 +138,32 @@ def test_an_engine_writes_what_the_definitions_write_whatever_the_batch(make):
             assert completion == other == single
 
 
+@pytest.mark.parametrize("make", [tiny, make_engine])
+def test_training_sees_the_log_probs_of_the_rollout(make):
+    engine = make()
+    asked = [request for request in mixed(60) if request.sampling == Sampling(request.sampling.max_tokens)]
+    answers = engine.generate(asked)
+    rows = [r.prompt_ids + c.token_ids for r, c in zip(asked, answers, strict=True)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + (engine.pad_id,) * (longest - len(row)) for row in rows])
+    where = torch.zeros(ids.shape, dtype=torch.bool)
+    for place, (request, row) in enumerate(zip(asked, rows, strict=True)):
+        where[place, len(request.prompt_ids) : len(row)] = True
+    scores = policy_of(engine).logits(ids, torch.tensor([len(row) for row in rows]), where).log_softmax(-1)
+    seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
+    sampled = [logprob for answer in answers for logprob in answer.logprobs]
+    np.testing.assert_allclose(seen, sampled, atol=1e-5)
+
+
 def test_tokens_come_as_often_as_their_probability_says():
     engine = tiny()
     sampling = Sampling(1, 1.3, (), 0.8, 12, 0.02)
     prompt = (7, 8, 9)
     asked = [Request(prompt, Key(2, (0, i, 0, 0)), sampling) for i in range(4000)]
     counts = Counter(completion.token_ids[0] for completion in engine.generate(asked))
-    expected = by_hand((next_scores(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
+    expected = odds_left((next_scores(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
     assert set(counts) <= set(expected)
     chi = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in expected.items())
     freedom = len(expected) - 1
     assert freedom > 3
     assert chi < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations
-
-
-# --- what servers are told
-LIMITED = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, 1.0, (), 0.9, 7, 0.1))
-
-
-@pytest.mark.parametrize(("kind", "off"), [("vllm", -1), ("sglang", -1), ("llama.cpp", 0)])
-def test_a_server_is_told_that_there_are_no_limits(kind, off):
-    def told(request):
-        body = DIALECTS[kind].body(request, "m", ())
-        body = body.get("sampling_params", body)
-        return {name: body[name] for name in ("top_p", "top_k", "min_p")}
-
-    for top_k in (0, -1):
-        plain = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, top_k=top_k))
-        assert told(plain) == {"top_p": 1.0, "top_k": off, "min_p": 0.0}
-
-
-@pytest.mark.parametrize(("kind", "logprobs", "fine"), [
-    ("vllm", "processed", True), ("vllm", "raw", False), ("sglang", None, False), ("llama.cpp", None, False),
-])  # fmt: skip
-def test_log_probs_of_all_tokens_are_not_passed_off_as_those_of_what_is_left(kind, logprobs, fine):
-    with (
-        FakeServer(kind) as server,
-        OpenAIEngine(server.url, tokenizer=TinyTokenizer(), logprobs=logprobs) as engine,
-    ):
-        (found,) = each(engine, [LIMITED])
-        assert isinstance(found, EngineError) != fine
-        if fine:
-            assert server.seen[-1][1]["top_p"] == 0.9
-        else:
-            assert "top_p, top_k and min_p leave" in str(found)
-
-
-def test_a_server_of_messages_is_told_what_its_api_has():
-    with FakeServer("openai") as server, OpenAIEngine(server.url) as engine:
-        prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-        engine.generate([Request(prompt, LIMITED.key, LIMITED.sampling)])
-        body = server.seen[-1][1]
-        assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 7, 0.1)
-        engine.generate([Request(prompt, LIMITED.key, Sampling(5))])
-        assert server.seen[-1][1]["top_p"] == 1.0
-        assert not {"top_k", "min_p"} & server.seen[-1][1].keys()

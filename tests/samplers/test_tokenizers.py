@@ -38,11 +38,11 @@ def test_a_prompt_has_the_tokens_of_its_chat(kind, header):
         for i, text in enumerate(["what", "go on", "!on and"])
     ]
     ours = TemplateTokenizer(tokenizer)
-    answer = (*ours.encode("go on"), tokenizer.eos_token_id)
-    parts = [(), ours.start(chat[:1]), (), ()]
-    parts[2] = parts[1] + answer
-    parts[3] = parts[2] + ours.extend(answer, chat[2])
-    for upto, ids in ((1, parts[1]), (3, parts[3])):
+    begun, said = ours.start(chat[:1]), ours.encode("go on")
+    prompts = [(1, begun)]
+    for answer in (said, (*said, tokenizer.eos_token_id)):  # cut off, and ended
+        prompts.append((3, begun + answer + ours.extend(answer, chat[2])))
+    for upto, ids in prompts:
         text = tokenizer.apply_chat_template(chat[:upto], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.encode(text, add_special_tokens=False)
         if header.endswith("> '"):  # where a space and a word may be one token, the text is the same

@@ -15,7 +15,6 @@ from tokenizers import AddedToken
 from shoal import envs
 from shoal.core.errors import EngineError
 from shoal.rollout.play import ParallelRolloutManager
-from shoal.rollout.prompts import PromptConfig, Prompter, Scene
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TemplateTokenizer
 
@@ -50,24 +49,28 @@ def _threads_change_often():
 
 
 @pytest.mark.parametrize("copied", ["made here", "unpickled"])
-def test_eight_threads_make_prompts_twice_and_none_is_wrong(copied):
+def test_eight_threads_use_one_tokenizer_and_nothing_is_wrong(copied):
     raw = fast_tokenizer()
-    tokenizer = TemplateTokenizer(raw)
+    tokenizer, alone = TemplateTokenizer(raw), TemplateTokenizer(copy.deepcopy(raw))
     if copied == "unpickled":
         tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    texts = contents(2_000)
-    prompter = Prompter(PromptConfig(history=0, first="{observation}", later="{observation}"), tokenizer)
-    oracle = two_raw(raw)
-    right = {text: expected(*oracle, text) for text in texts}
+    texts, oracle = contents(1_000), two_raw(raw)
 
-    def ask(text):
-        return prompter.prompt(Scene("", text, (), (), 9))
+    def everything(tokenizer, text):
+        message = {"role": "user", "content": text}
+        ids, start = tokenizer.encode(text), tokenizer.start([message])
+        return (
+            start,
+            tokenizer.extend(ids, message),
+            tokenizer.decode(ids),
+            tokenizer.spell(start),
+            tokenizer.render([message]),
+        )
 
+    right = [everything(alone, text) for text in texts]
+    assert [start for start, *_ in right] == [expected(*oracle, text) for text in texts]
     with ThreadPoolExecutor(8) as threads:
-        first = list(threads.map(ask, texts))
-        again = list(threads.map(ask, texts))  # those that the prompter remembers are right too
-    wrong = sum(ids != right[text] for text, ids in zip(texts * 2, first + again, strict=True))
-    assert wrong == 0
+        assert list(threads.map(lambda text: everything(tokenizer, text), texts)) == right
 
 
 def test_what_others_do_with_the_tokenizer_meanwhile_changes_no_prompt():
@@ -89,26 +92,6 @@ def test_what_others_do_with_the_tokenizer_meanwhile_changes_no_prompt():
         ended.set()
         thread.join()
     assert wrong == 0
-
-
-def test_threads_that_extend_decode_and_render_get_what_one_thread_gets():
-    raw = fast_tokenizer()
-    tokenizer, alone = TemplateTokenizer(raw), TemplateTokenizer(copy.deepcopy(raw))
-    texts = contents(600, 2)
-
-    def everything(tokenizer, text):
-        message = {"role": "user", "content": text}
-        ids = tokenizer.encode(text)
-        return (
-            tokenizer.extend(ids, message),
-            tokenizer.decode(ids),
-            tokenizer.spell(tokenizer.start([message])),
-            tokenizer.render([message]),
-        )
-
-    right = [everything(alone, text) for text in texts]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda text: everything(tokenizer, text), texts)) == right
 
 
 # --- through rollouts

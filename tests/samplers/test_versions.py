@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from shoal.core.errors import EngineError
+from shoal.samplers import folders
 from shoal.samplers.process import ProcessSampler
 from shoal.samplers.registry import EngineConfig, close_engine, make_engine, make_versions
 from shoal.samplers.sampler import Capabilities, Key, Request, Sampling
@@ -238,6 +240,16 @@ def test_weights_of_another_network_are_refused_and_those_before_stay():
         os.kill(sampler.pids()[0], signal.SIGKILL)
         answers = sampler.generate([replace(one, version=None) for one in requests(None)])
         assert [(a.token_ids, a.logprobs) for a in answers] == alone(1)
+
+
+def test_weights_travel_in_memory_where_there_is_room_as_in_few_containers(monkeypatch, tmp_path):
+    monkeypatch.setattr(folders, "MEMORY", tmp_path)
+    for free in (0, 2**30):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        with ProcessSampler(partial(make_engine, SMALL, WORDS, 0)) as sampler:
+            sampler.load_weights(weights(1), 1)
+            assert len(list(tmp_path.iterdir())) == bool(free)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sampler_that_cannot_begin_in_its_process_says_why():

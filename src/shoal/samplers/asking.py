@@ -258,7 +258,6 @@ class Statistics:
     requests: int = 0
     batches: int = 0
     engine_seconds: float = 0.0
-    failures: int = 0
     restarts: int = 0
 
 
@@ -298,7 +297,7 @@ class SamplerClient(Closing):
         own = getattr(engine, "retry_policy", None)
         self._policy = own or RetryPolicy(engine_timeout, retries, 0.0, 0.0)
         self._timeout = None if own else engine_timeout
-        self._most_restarts, self.restarting = max_restarts, threading.Lock()
+        self._most_restarts, self._restarting = max_restarts, threading.Lock()
         self.vocabulary, self._exact = vocabulary_of(engine), capabilities_of(engine).trainable
         self.context: int | None = getattr(engine, "context", None)
         self._playing = self._under_way = self._answered = 0
@@ -355,12 +354,8 @@ class SamplerClient(Closing):
 
     # --- one attempt
     async def _attempt(self, request: Request) -> Completion:
-        try:
-            ask = self._ask if self._batched is None else self._batched.sample
-            return checked(request, await ask(request), self.vocabulary, exact=self._exact)
-        except (EngineError, TimeoutError):
-            self.statistics.failures += 1
-            raise
+        ask = self._ask if self._batched is None else self._batched.sample
+        return checked(request, await ask(request), self.vocabulary, exact=self._exact)
 
     async def _ask(self, request: Request) -> Any:
         """What an engine answers that is asked for each request at once."""
@@ -390,7 +385,7 @@ class SamplerClient(Closing):
     def restart(self, why: str, since: int | None = None) -> bool:
         """Restart the engine, unless that was done since there had been so many restarts; False where it cannot be."""
         restart = getattr(self.engine, "restart", None)
-        with self.restarting:
+        with self._restarting:
             if since is not None and self.statistics.restarts != since:
                 return True
             if restart is None or self.statistics.restarts >= self._most_restarts:
@@ -513,6 +508,7 @@ class Batched:
         return late
 
     def _generate(self, requests: tuple[Request, ...]) -> list[Any] | Exception:
+        restarts = self._client.statistics.restarts
         try:
             answers = list(self._client.engine.generate(requests))  # type: ignore[attr-defined]
         except (EngineError, TimeoutError) as error:
@@ -520,7 +516,8 @@ class Batched:
         except BaseException as error:  # SystemExit, say: the engine's own
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C, which comes there alone
-            self._client.restart(format_error(error))
+            # once: a call that hangs and is left behind may fail after the restart
+            self._client.restart(format_error(error), restarts)
             return as_error(error)
         if len(answers) != len(requests):
             return EngineError(

@@ -7,13 +7,12 @@ import contextlib
 import itertools
 import os
 import pickle
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -24,10 +23,11 @@ from shoal.core.executors import Closing
 from shoal.core.streams import Streams, framed, received, streams_of
 from shoal.core.workers import WorkerProcess, dumps, ended_how
 from shoal.samplers.asking import Loop, RetryPolicy, SamplerClient, as_error, generate, retried
+from shoal.samplers.folders import copy_of, folder_for
 from shoal.samplers.sampler import Completion, Facts, Request, Sampler, facts_of
 
-MEMORY = "/dev/shm"
-"""Where Linux has files in memory; elsewhere weights travel through the folder for temporary files."""
+WEIGHTS = "weights.safetensors"
+"""In the folder by which whole weights travel; without it the folder is a LoRA adapter."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -38,11 +38,11 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Take over the weights in a file, or the LoRA adapter in a folder."""
+    """Take over the weights or the LoRA adapter in a folder."""
 
     number: int
     version: int
-    path: str
+    folder: str
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -73,13 +73,10 @@ class ProcessSampler(Closing):
         self._loop, self._lock = Loop(), asyncio.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Completion | None]] = {}
-        self._loaded: list[Load] = []
+        self._loaded: dict[int, TemporaryDirectory[str]] = {}  # by version, the last ones
         self._streams: Streams | None = None
         self._process: WorkerProcess
         self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = self._begin()
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="shoal-weights-", dir=MEMORY if os.path.isdir(MEMORY) else None
-        )
 
     generate = generate
 
@@ -136,8 +133,8 @@ class ProcessSampler(Closing):
             await asyncio.to_thread(self._begin)
         streams = await streams_of(self._process.pipe)
         self._loop.spawn(self._read(streams))
-        for load in self._loaded if new else ():
-            await self._sent(partial(Load, version=load.version, path=load.path), streams)
+        for version, folder in self._loaded.items() if new else ():
+            await self._sent(partial(Load, version=version, folder=folder.name), streams)
         return streams
 
     async def _read(self, streams: Streams) -> None:
@@ -163,36 +160,30 @@ class ProcessSampler(Closing):
 
     # --- weights
     def load_weights(self, weights: dict[str, Any], version: int) -> None:
-        """Weights by name, through a file in memory; of tied ones, one travels."""
+        """Take over weights by name; of tied ones, one travels."""
         single = {id(tensor): (name, tensor.contiguous()) for name, tensor in reversed(weights.items())}
-        path = self._path("weights")
-        save_file(dict(single.values()), path)
-        self._load(path, version)
+        folder = folder_for(sum(tensor.nbytes for _, tensor in single.values()))
+        save_file(dict(single.values()), Path(folder.name) / WEIGHTS)
+        self._load(folder, version)
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """A LoRA folder."""
-        path = self._path("adapter")
-        shutil.copytree(folder, path)
-        self._load(path, version)
+        """Take over the LoRA adapter of a folder."""
+        self._load(copy_of(folder), version)
 
-    def _path(self, kind: str) -> Path:
-        return Path(self._folder.name) / f"{kind}-{next(self._numbers)}"
-
-    def _load(self, path: Path, version: int) -> None:
+    def _load(self, folder: TemporaryDirectory[str], version: int) -> None:
         before = self._loaded
-        others = [load for load in before if load.version != version]
-        self._loaded = [*others[max(0, len(others) - self._held + 1) :], Load(0, version, str(path))]
+        others = [one for one in before if one != version]
+        kept = others[max(0, len(others) - self._held + 1) :]
+        self._loaded = {one: before[one] for one in kept} | {version: folder}
         try:
-            told = partial(self._told, partial(Load, version=version, path=str(path)))
+            told = partial(self._told, partial(Load, version=version, folder=folder.name))
             self._loop.run(retried(told, self.retry_policy, "weights", version))
         except BaseException:
             self._loaded = before
+            folder.cleanup()
             raise
-        finally:
-            kept = {load.path for load in self._loaded}
-            for load in (*before, Load(0, version, str(path))):
-                if load.path not in kept:
-                    _remove(Path(load.path))
+        for one in before.keys() - kept:
+            before[one].cleanup()
         self.weights_version = version
 
     # --- the end
@@ -204,14 +195,8 @@ class ProcessSampler(Closing):
         """End the process; may be called twice."""
         self._loop.close()
         self._process.close()
-        self._folder.cleanup()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        for folder in self._loaded.values():
+            folder.cleanup()
 
 
 # --- the process
@@ -248,12 +233,12 @@ def serve(pipe: Any, made_by: bytes) -> None:
 
 
 def _loaded(inner: Any, message: Load) -> Answer:
-    path = Path(message.path)
+    folder = Path(message.folder)
     try:
-        if path.is_dir():
-            inner.load_adapter(path, message.version)
+        if (folder / WEIGHTS).is_file():
+            inner.load_weights(load_file(folder / WEIGHTS), message.version)
         else:
-            inner.load_weights(load_file(path), message.version)
+            inner.load_adapter(folder, message.version)
     except Exception as error:
         return Answer(message.number, error=format_error(error))
     return Answer(message.number)

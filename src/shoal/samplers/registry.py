@@ -282,13 +282,12 @@ def _name_there(config: EngineConfig) -> str | None:
     model = config.model
     if config.server.model is not None or model is None:
         return config.server.model
-    if model in KNOWN or Path(model).is_dir():  # what the config trains, say: no server's name for anything
-        if config.server.weights is not None:  # it is trained: the server has the same
-            return None
+    if model not in KNOWN and not Path(model).is_dir():
+        return model
+    if config.server.weights is None:  # else it is trained, and the server has the same
         instead = "the first model of the server is played instead, or the one that engine.server.model names"
         logger.warning("engine.model=%s is a model of this machine: %s", model, instead)
-        return None
-    return model
+    return None
 
 
 def load_tokenizer(model: str, **template_settings: Any) -> ChatTokenizer:

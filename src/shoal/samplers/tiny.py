@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, needs_extra
+from shoal.core.configuration import check_settings
+from shoal.core.errors import needs_extra, reading
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
@@ -30,7 +31,6 @@ from shoal.samplers.tokenizers import END, PAD, TinyTokenizer
 with needs_extra("the tiny model", "train"):
     import torch
     import torch.nn.functional as F
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
@@ -53,8 +53,7 @@ class TinyShape:
     context: int = 256  # longest prompt plus response, in tokens
 
     def __post_init__(self) -> None:
-        if min(self.width, self.layers, self.heads, self.context) < 1:
-            raise ValueError(f"width, layers, heads and context must be at least 1, got {self}")
+        check_settings(self, width=1, layers=1, heads=1, context=1)
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads={self.heads}, got {self.width}")
 
@@ -301,14 +300,10 @@ class TinyEngine:
     def load(cls, folder: Path, *, device: str = "cpu") -> TinyEngine:
         """The sampler of a folder that a policy wrote; a `DataError` says which file does not fit."""
         described: dict[str, Any] = read_json(folder / "engine.json")
-        try:
+        with reading(folder / "engine.json", "does not describe a tiny engine"):
             engine = cls(described["words"], TinyShape(**described["shape"]), device=device)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{folder / 'engine.json'} does not describe a tiny engine: {error}") from error
-        try:
-            weights = dict(load_file(folder / "model.safetensors"))
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{folder / 'model.safetensors'} holds no weights that load: {error}") from error
+        with reading(folder / "model.safetensors", "holds no weights that load"):
+            weights = load_file(folder / "model.safetensors")
         engine.load_weights(weights, engine.weights_version)
         return engine
 

@@ -39,9 +39,15 @@ _Part = tuple[int, ...] | _Content
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Where two sequences part; the length of the shorter one, where it is the beginning of the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    """Where two sequences of one type part; the length of the shorter one, where it is the beginning of the other."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared fast, so halve the interval instead of walking
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def puts_spaces(encode: Callable[[str], list[int]]) -> bool:
@@ -94,7 +100,8 @@ class TemplateTokenizer:
     def __init__(self, tokenizer: Any, *, model: Any = None, **template_settings: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
-        ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
+        folder = getattr(tokenizer, "name_or_path", "")
+        ends = _declared_ends(model, Path(folder) if folder else None)
         self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), threading.Lock(), ends)
 
     def _begin(
@@ -278,9 +285,8 @@ class TemplateTokenizer:
                 f"{(before + written)[same : same + 30]!r}"
             )
         text = after.split(written)[1]
-        for shape, mark in zip(
-            shaped, marks, strict=True
-        ):  # what stands around a result is a part of its content
+        # what stands around a result is a part of its content
+        for shape, mark in zip(shaped, marks, strict=True):
             text = text.replace(shape, mark)
         return text
 
@@ -328,23 +334,15 @@ def _whole(message: Any) -> Any:
     return {**message, "tool_call_id": "call00000", "name": "tool"} if message["role"] == "tool" else message
 
 
-def ends_of_model(model: Any) -> tuple[int, ...]:
-    """The tokens that end an answer by the settings of a model of `transformers`; none of None."""
-    settings = (getattr(model, name, None) for name in ("generation_config", "config"))
-    return _ids_in([getattr(each, "eos_token_id", None) for each in settings])
-
-
-def ends_in_folder(folder: str) -> tuple[int, ...]:
-    """The tokens that end an answer by the files of a model folder; none where there is no such folder."""
-    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
-    read = [read_json(file) for file in files if folder and file.is_file()]
-    return _ids_in([found.get("eos_token_id") for found in read if isinstance(found, dict)])
-
-
-def _ids_in(values: Sequence[Any]) -> tuple[int, ...]:
-    """Ids out of settings that are an id, a list of them, or nothing."""
-    lists = (value if isinstance(value, list) else [value] for value in values)
-    return tuple(dict.fromkeys(one for found in lists for one in found if type(one) is int))
+def _declared_ends(model: Any, folder: Path | None) -> tuple[int, ...]:
+    """The tokens that end an answer by the settings of a model of `transformers`, and by the files of its folder."""
+    settings = [getattr(model, name, None) for name in ("generation_config", "config")]
+    found = [getattr(each, "eos_token_id", None) for each in settings]
+    for file in [] if folder is None else [folder / "generation_config.json", folder / "config.json"]:
+        read = read_json(file) if file.is_file() else None
+        found.append(read.get("eos_token_id") if isinstance(read, dict) else None)
+    lists = (value if isinstance(value, list) else [value] for value in found)
+    return tuple(dict.fromkeys(one for values in lists for one in values if type(one) is int))
 
 
 CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")

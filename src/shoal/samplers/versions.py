@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -12,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from shoal.core.errors import EngineError
 from shoal.core.executors import Closing
 from shoal.samplers.asking import Loop, RejectedError, SamplerClient, generate
+from shoal.samplers.folders import copy_of
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Completion, Request, Sampler, capabilities_of, of_inner, vocabulary_of
 
@@ -89,7 +89,7 @@ class Held:
     """Weights that one copy can take over."""
 
     load: Callable[[], None]
-    folder: tempfile.TemporaryDirectory[str] | None = None  # of an adapter
+    folder: TemporaryDirectory[str] | None = None  # of an adapter
     expected: Sequence[float] | None = None  # log-probabilities, where the sampler can be checked by them
 
 
@@ -188,8 +188,7 @@ class OneCopy(Closing):
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Hold a copy of the LoRA adapter of a folder, in the place of the oldest one where there is no room."""
-        copied = tempfile.TemporaryDirectory(prefix="shoal-adapter-")
-        shutil.copytree(folder, copied.name, dirs_exist_ok=True)
+        copied = copy_of(folder)
         self._hold(version, Held(partial(self.inner.load_adapter, Path(copied.name), version), copied))
 
     def _hold(self, version: int, new: Held) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, format_error, needs_extra
 from shoal.core.executors import Closing
 from shoal.samplers.asking import Loop, generate
+from shoal.samplers.folders import copy_of, folder_for
 from shoal.samplers.huggingface.engine import as_in_files, write_model
 from shoal.samplers.sampler import (
     Capabilities,
@@ -27,6 +27,7 @@ from shoal.samplers.sampler import (
     Completion,
     Level,
     Request,
+    of_inner,
     room_left,
 )
 from shoal.samplers.tokenizers import TemplateTokenizer
@@ -42,8 +43,6 @@ with needs_extra("the vLLM sampler", "vllm"):
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _INVARIANT = "VLLM_BATCH_INVARIANT"
-MEMORY = Path("/dev/shm")
-"""Where weights are passed on, if there is room for them: files there lie in memory."""
 
 
 class Adapter(NamedTuple):
@@ -69,6 +68,7 @@ class VllmEngine(Closing):
     """
 
     level: Level = "L0"
+    weights_version = of_inner("version", "_adapter")
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class VllmEngine(Closing):
         self._loop = Loop("shoal-vllm")
         self._folder, self._gpu, self._batch_invariant = Path(model), gpu, batch_invariant
         self._options = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True, **options}
-        self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were loaded
+        self._weights: TemporaryDirectory[str] | None = None  # the last that were loaded
         self._adapter = Adapter()
         self._numbers = itertools.count(1)  # of requests, and of adapters, which vLLM knows by their number
         self._closed = False
@@ -103,11 +103,6 @@ class VllmEngine(Closing):
         with _environment(self._gpu, self._batch_invariant):
             self.llm = self._loop.run(start())
         self._end = weakref.finalize(self, self.llm.shutdown)
-
-    @property
-    def weights_version(self) -> int:
-        """The version of what answers are made with."""
-        return self._adapter.version
 
     @property
     def context(self) -> int:
@@ -179,7 +174,7 @@ class VllmEngine(Closing):
         """
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         named = as_in_files(self._folder, weights)
-        folder = _folder_for(sum(tensor.nbytes for tensor in named.values()))
+        folder = folder_for(sum(tensor.nbytes for tensor in named.values()))
         write_model(named, self._folder, Path(folder.name))
         before, self._weights = self._weights, folder
         try:
@@ -235,9 +230,7 @@ class VllmEngine(Closing):
             raise EngineError("make room for adapters first: VllmEngine(..., enable_lora=True)")
         if not (Path(folder) / "adapter_model.safetensors").is_file():
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
-        copied = _folder_for(sum(file.stat().st_size for file in Path(folder).iterdir()))
-        shutil.copytree(folder, copied.name, dirs_exist_ok=True)
-        number = next(self._numbers)
+        copied, number = copy_of(folder), next(self._numbers)
         lora = LoRARequest(f"shoal-{number}", number, copied.name)
         try:
             self._when_idle(self.llm.add_lora, lora)
@@ -273,12 +266,6 @@ def _completion(output: Any, version: int) -> Completion:
         raise EngineError(f"vLLM broke a response off: {output.finish_reason}")
     logprobs = tuple(float(row[i].logprob) for i, row in zip(ids, output.logprobs, strict=False))
     return Completion(ids, logprobs, output.finish_reason, version)
-
-
-def _folder_for(size: int) -> tempfile.TemporaryDirectory[str]:
-    """A folder for so many bytes, in memory where there is room for twice as many."""
-    in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
-    return tempfile.TemporaryDirectory(prefix="shoal-weights-", dir=MEMORY if in_memory else None)
 
 
 @contextlib.contextmanager

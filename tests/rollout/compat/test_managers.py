@@ -27,7 +27,7 @@ from shoal.rollout.compat.projections import create_projection_function
 from shoal.rollout.images import PREFIX, picture_url, png_bytes
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.scripted import RandomEngine, ScriptedEngine
-from shoal.samplers.servers.openai import as_url
+from shoal.samplers.servers.dialects import as_url
 from shoal.vector import MultiProcessEnvironmentContainer
 
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}

@@ -1,16 +1,16 @@
 import contextlib
 import math
 import threading
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
-from tests.rollout.doubles import FakeServer, each, logprob_of, written
+from tests.rollout.doubles import CounterEnv, FakeServer, each, logprob_of, until, with_env, written
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.images import picture_url
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
 from shoal.samplers.asking import RetryPolicy
 from shoal.samplers.sampler import Key, Request, Sampling, capabilities_of, require_trainable
@@ -19,6 +19,7 @@ from shoal.samplers.servers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.tokenizers import TinyTokenizer
 
 QUICK = RetryPolicy(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)
+LIMITED = Sampling(5, 1.0, (), 0.9, 7, 0.1)
 
 
 @pytest.fixture
@@ -65,6 +66,7 @@ def test_a_server_that_stays_broken_is_an_engine_error_that_says_what_it_said(se
     server.faults = [500] * 4
     with pytest.raises(EngineError, match=r"no answer in 4 attempts over .*HTTP 500: fault 500"):
         engine.generate([request()])
+    assert len(server.seen) == 1 + 4  # one rule for each request: whoever asks does not ask again
     assert engine.generate([request()])  # and the next request is none the worse
 
 
@@ -91,6 +93,10 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
         engine.generate([request()])
 
 
+CHOICE = b'{"choices": [{"token_ids": %s, "logprobs": {"token_logprobs": %s}, "finish_reason": "stop"}]}'
+
+
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()])
 @pytest.mark.parametrize(
     "reply",
     [
@@ -99,19 +105,27 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
         b"null",
         b'{"choices": [%s, %s]}' % ((b'{"message": {"content": "a"}, "finish_reason": "stop"}',) * 2),
         b"",
+        b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        CHOICE % (b"[1]", b"[1" + b"0" * 400 + b"]"),
+        CHOICE % (b"[1.5]", b"[-1.0]"),
+        CHOICE % (b"[1" + b"0" * 5000 + b"]", b"[-1.0]"),
+        CHOICE % (b"[1]", b"[NaN]"),
+        CHOICE % (b"[1]", b"[0.5]"),
+        b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1]}, "finish_reason": {"a": [1]}}]}',
+        b'{"choices": [{"token_ids": [1], "logprobs": [1], "finish_reason": "stop"}]}',
     ],
 )
-@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()])
-def test_nonsense_is_asked_for_again_and_then_an_engine_error(serve, reply, tokenizer):
+def test_nonsense_is_asked_for_again_alone_and_then_an_engine_error(serve, reply, tokenizer):
     server, engine = serve(tokenizer=tokenizer)
-    asked = [request() if tokenizer else chat_request(engine)]
+    asked = [request(i) if tokenizer else chat_request(engine) for i in range(3)]
     right, before = engine.generate(asked), len(server.seen)
     server.faults = [reply]
     assert engine.generate(asked) == right
+    assert len(server.seen) == before + 4
     server.faults = [reply] * 4
-    with pytest.raises(EngineError, match=r"no answer in 4 attempts .*(broken JSON|repl|expected|choice)"):
-        engine.generate(asked)
-    assert len(server.seen) == before + 6
+    with pytest.raises(EngineError, match="no answer in 4 attempts"):
+        engine.generate(asked[:1])
+    assert len(server.seen) == before + 8
 
 
 @pytest.mark.parametrize("reply", [{"data": ["m"]}, {"data": [{"id": None}]}, {"text": "hello"}])
@@ -133,6 +147,19 @@ def test_no_more_requests_are_under_way_than_allowed(serve):
     server.change = lambda reply: together.wait(60) < 3 and reply
     engine.generate([request(i) for i in range(12)])
     assert server.most_busy == 3
+
+
+def test_a_slow_answer_holds_up_no_other_episode(serve):
+    """The first one is given when the other episode has asked for its second turn."""
+    server, engine = serve("openai", tokenizer=None)
+    server.say = lambda said: "<action>one</action>"
+    slow = iter([True])
+    server.change = lambda reply: (
+        (until(lambda: len(server.seen) == 1 + 3) if next(slow, False) else True) and reply
+    )
+    settings = with_env(CounterEnv, groups=2, members=1, max_steps=2)
+    with ParallelRolloutManager(settings, engine, backend="thread") as manager:
+        assert [(t.status, len(t.turns)) for t in manager.collect(4)] == [("ok", 2), ("ok", 2)]
 
 
 def test_connections_are_kept(serve):
@@ -195,12 +222,18 @@ def test_a_response_of_which_llama_cpp_leaves_tokens_out_is_refused(serve):
         engine.generate([request()])
 
 
-def test_log_probs_of_another_temperature_are_not_passed_off_as_those_of_the_sampling(serve):
-    _, engine = serve()
-    with pytest.raises(EngineError, match=r"--logprobs-mode processed_logprobs"):
-        engine.generate([request(temperature=0.7)])
-    _, engine = serve(logprobs="processed")
-    assert engine.generate([request(temperature=0.7)])
+@pytest.mark.parametrize(("kind", "logprobs", "fine"), [
+    ("vllm", "processed", True), ("vllm", "raw", False), ("sglang", None, False), ("llama.cpp", None, False),
+])  # fmt: skip
+def test_log_probs_of_another_distribution_are_not_passed_off_as_those_of_the_sampling(
+    serve, kind, logprobs, fine
+):
+    _, engine = serve(kind, logprobs=logprobs)
+    limited, cooler = each(engine, [Request((7, 8), Key(0, (0, 0, 0, 0)), LIMITED), request(temperature=0.7)])
+    assert isinstance(limited, EngineError) != fine
+    assert fine or "top_p, top_k and min_p leave" in str(limited)
+    assert isinstance(cooler, EngineError) == (engine.logprobs == "raw")
+    assert engine.logprobs != "raw" or "--logprobs-mode processed_logprobs" in str(cooler)
 
 
 def test_without_a_tokenizer_messages_travel_and_nothing_may_be_learned(serve):
@@ -284,32 +317,28 @@ def test_an_adapter_is_in_use_though_an_answer_was_lost_or_the_one_before_stays(
     assert engine.weights_version == 2
 
 
-def test_an_adapter_is_swapped_and_the_one_before_let_go(serve, tmp_path):
-    server, engine = serve("vllm")
-    for version in (1, 2):
-        engine.load_adapter(tmp_path, version)
-        assert engine.generate([request()])[0].weights_version == version
-        assert server.seen[-2 if version == 1 else -3][1]["lora_path"] == str(tmp_path)
-    paths = Counter(path for path, _, _ in server.seen)
-    assert (paths["/v1/load_lora_adapter"], paths["/v1/unload_lora_adapter"]) == (2, 1)
-    loaded = [body["lora_name"] for path, body, _ in server.seen if path == "/v1/load_lora_adapter"]
-    assert server.seen[-1][1]["model"] == loaded[1]
-    with pytest.raises(EngineError, match="takes no adapters"):
-        serve("llama.cpp")[1].load_adapter(tmp_path, 1)
-
-
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
-def test_every_request_names_the_adapter_whose_version_its_answer_bears(serve, tmp_path, kind, tokenizer):
+def test_every_request_names_the_adapter_whose_version_its_answer_bears_and_the_one_before_is_let_go(
+    serve, tmp_path, kind, tokenizer
+):
     server, engine = serve(kind, tokenizer=tokenizer)
     asked = [request() if tokenizer else chat_request(engine)]
     assert engine.generate(asked)[0].weights_version == 0
     assert "lora_path" not in server.seen[-1][1]
     assert server.seen[-1][1].get("model", "m") == "m"
-    engine.load_adapter(tmp_path, 7)
-    (loaded,) = [body["lora_name"] for path, body, _ in server.seen if path.endswith("/load_lora_adapter")]
-    assert engine.generate(asked)[0].weights_version == 7
-    assert server.seen[-1][1]["model" if kind == "vllm" else "lora_path"] == loaded
+    loaded = []
+    for version in (7, 8):
+        engine.load_adapter(tmp_path, version)
+        told = [(path.rpartition("/")[2], body) for path, body, _ in server.seen]
+        let_go = [body["lora_name"] for path, body in told if path == "unload_lora_adapter"]
+        assert let_go == loaded
+        loaded = [body["lora_name"] for path, body in told if path == "load_lora_adapter"]
+        assert {body["lora_path"] for path, body in told if path == "load_lora_adapter"} == {str(tmp_path)}
+        assert engine.generate(asked)[0].weights_version == version
+        assert server.seen[-1][1]["model" if kind == "vllm" else "lora_path"] == loaded[-1]
+    with pytest.raises(EngineError, match="takes no adapters"):
+        serve("llama.cpp")[1].load_adapter(tmp_path, 1)
 
 
 def test_requests_that_were_begun_before_a_push_name_the_adapter_of_their_version(serve, tmp_path):
@@ -419,12 +448,29 @@ TOLD = {
 
 
 @pytest.mark.parametrize("kind", TOLD)
-def test_a_server_is_told_all_that_decides_what_it_writes(kind):
+def test_a_server_is_told_all_that_decides_what_it_writes_also_that_there_are_no_limits(kind):
     class Ends(TinyTokenizer):
         end_ids = (2, 4)
 
-    asked = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, 0.5, (".",), 0.9, 7, 0.1))
-    assert DIALECTS[kind].body(asked, "m", Ends()) == TOLD[kind]
+    def told(sampling):
+        return DIALECTS[kind].body(Request((7, 8), Key(0, (0, 0, 0, 0)), sampling), "m", Ends())
+
+    assert told(Sampling(5, 0.5, (".",), 0.9, 7, 0.1)) == TOLD[kind]
+    for top_k in (0, -1):
+        body = told(Sampling(5, top_k=top_k))
+        body = body.get("sampling_params", body)
+        off = 0 if kind == "llama.cpp" else -1
+        assert (body["top_p"], body["top_k"], body["min_p"]) == (1.0, off, 0.0)
+
+
+def test_a_server_of_messages_is_told_what_its_api_has(serve):
+    server, engine = serve("openai", tokenizer=None)
+    asked = msgspec.structs.replace(chat_request(engine), sampling=LIMITED)
+    engine.generate([asked, chat_request(engine)])
+    (limited, plain) = sorted((body for _, body, _ in server.seen[-2:]), key=lambda body: body["top_p"])
+    assert (limited["top_p"], limited["top_k"], limited["min_p"]) == (0.9, 7, 0.1)
+    assert plain["top_p"] == 1.0
+    assert not {"top_k", "min_p"} & plain.keys()
 
 
 @pytest.mark.parametrize("status", [300, 400, 401, 422, 501])

@@ -16,6 +16,7 @@ from tests.samplers.vllm.fake_vllm import AsyncLLM
 
 from shoal.core.errors import DataError, EngineError
 from shoal.samplers.asking import SamplerClient
+from shoal.samplers.registry import EngineConfig, make_engine
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
 
@@ -49,19 +50,27 @@ def ask(*ids):
     return Request(ids, Key(0, (0, 0, 0, 0)), Sampling(4))
 
 
-def test_batch_invariant_is_told_to_the_processes_of_vllm_alone(make, monkeypatch):
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+@pytest.mark.parametrize(("visible", "first", "second"), [(None, "0", "1"), ("4,6", "4", "6")])
+def test_its_gpu_and_batch_invariance_are_told_to_the_processes_of_vllm_alone(
+    make, monkeypatch, tmp_path, visible, first, second
+):
+    names = ("CUDA_VISIBLE_DEVICES", "VLLM_BATCH_INVARIANT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(names[0], visible)
     start, seen = AsyncLLM.from_engine_args, []
 
     def watched(*arguments):
-        seen.append(os.environ.get("VLLM_BATCH_INVARIANT"))
+        seen.append(tuple(map(os.environ.get, names)))
         return start(*arguments)
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", watched)
-    make(batch_invariant=True)
-    assert "VLLM_BATCH_INVARIANT" not in os.environ
-    make()
-    assert seen == ["1", None]
+    monkeypatch.setattr(sys.modules["shoal.samplers.vllm"], "TemplateTokenizer", lambda _: None)
+    for settings in ({"device": "cuda:0", "batch_invariant": True}, {"device": "cuda:1"}, {"device": "cuda"}):
+        make_engine(EngineConfig(name="vllm", model=str(tmp_path), **settings)).close()
+    assert seen == [(first, "1"), (second, None), (visible, None)]
+    assert tuple(map(os.environ.get, names)) == (visible, None)
 
 
 def test_a_slow_answer_holds_up_no_other(engine):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from shoal.samplers.tokenizers import first_difference
+
 Context = tuple[int, ...]
 """The tokens of a prompt and of its answer so far."""
 MIN_SHARED = 8
@@ -80,7 +82,7 @@ class PrefixStore:
         """What is known of the beginning of `context`, at most all of it but the last token."""
         at = bisect_left(self._sorted, context)
         near = self._sorted[max(at - 1, 0) : at + 1]
-        shared, entry = max(((shared_length(tokens, context), tokens) for tokens in near), default=(0, ()))
+        shared, entry = max(((first_difference(tokens, context), tokens) for tokens in near), default=(0, ()))
         shared = min(shared, len(context) - 1)
         if shared < MIN_SHARED:
             return None
@@ -126,18 +128,6 @@ class PrefixStore:
             for context in contexts:
                 if context in self._scores and self._scores[context][0] is scores:
                     del self._scores[context]
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # tuple comparison is fast, so halve the interval instead of walking
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def fill_cache(cache: Any, prefixes: Sequence[Prefix | None]) -> Tensor:
@@ -194,8 +184,6 @@ class RoomyLayer(DynamicLayer):
         length = before + key_states.shape[-2]
         if length > self._memory[0].shape[-2]:
             self._memory = [self._roomy(old[:rows], before) for old in self._memory]
-            if length > self._memory[0].shape[-2]:
-                raise ValueError(f"{key_states.shape[-2]} tokens at once are more than one answer's next")
         for memory, states in zip(self._memory, (key_states, value_states), strict=True):
             memory[:rows, :, before:length] = states
         self._show(rows, length)

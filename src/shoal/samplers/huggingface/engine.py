@@ -33,7 +33,7 @@ from shoal.samplers.sampler import (
     refuse_strange,
     room_left,
 )
-from shoal.samplers.tokenizers import TemplateTokenizer, read_tokenizer
+from shoal.samplers.tokenizers import TemplateTokenizer, first_difference, read_tokenizer
 
 with needs_extra("the Hugging Face sampler", "llm"):
     import torch
@@ -48,7 +48,6 @@ with needs_extra("the Hugging Face sampler", "llm"):
         can_be_cropped,
         fill_cache,
         keep_rows,
-        shared_length,
         take_row,
         with_few_moves,
     )
@@ -249,7 +248,7 @@ class HuggingFaceEngine:
 
     def _with_shared(self, contexts: list[Context], prefixes: list[Prefix | None]) -> list[Prefix | None]:
         """Prefixes of contexts, where what all of them begin with is more than is known of one."""
-        length = min(min(shared_length(contexts[0], context), len(context) - 1) for context in contexts)
+        length = min(min(first_difference(contexts[0], context), len(context) - 1) for context in contexts)
         wanting = [prefix is None or len(prefix.tokens) < length for prefix in prefixes]
         if sum(wanting) < 2 or length < MIN_SHARED or not self.prefixes.max_tokens or not self._can_share:
             return prefixes
@@ -374,9 +373,8 @@ class HuggingFaceEngine:
                 needs_extra("LoRA adapters", "llm"),
                 warnings.catch_warnings(),
             ):
-                warnings.filterwarnings(
-                    "ignore", "Already found a `peft_config`"
-                )  # there are two for a moment
+                # there are two for a moment
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")
                 found = model.load_adapter(str(folder), adapter_name=name)
                 strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
                 strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}
@@ -407,10 +405,8 @@ def read_model(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
     """
     settings |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    with reading(folder, "does not load as a model"):
         model, found = kind.from_pretrained(folder, **settings, **options)
-    except Exception as error:  # whatever transformers makes of it
-        raise DataError(f"{folder} does not load as a model: {type(error).__name__}: {error}") from error
     absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     if absent:
         raise DataError(

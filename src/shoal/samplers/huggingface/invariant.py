@@ -255,9 +255,8 @@ def find_layout(allowed: Tensor) -> Layout:
     if queries == 1:  # nothing is asked of the device: a decoding step may be recorded as a graph
         order = (~allowed[:, 0]).byte().argsort(dim=1, stable=True)
         return Layout(torch.arange(rows, device=own.device), torch.zeros_like(own), order, counts, own, None)
-    sees = allowed.gather(
-        2, own[:, None].expand(-1, queries, -1)
-    )  # [B, Q, Q'] query Q the last key of query Q'
+    # [B, Q, Q'] query Q the last key of query Q'
+    sees = allowed.gather(2, own[:, None].expand(-1, queries, -1))
     rank = counts * queries - torch.arange(queries, device=own.device)
     last = (rank == torch.where(sees, rank[:, :, None], -queries).amax(1)) & (counts > 1)
     sees &= last[:, :, None]
@@ -322,9 +321,8 @@ def _attend(layout: Layout, scale: float, query: Tensor, key: Tensor, value: Ten
     taken = max(1, tiles_of(query).queries // group)  # tokens of a tile
     (sequences, queries), rows = layout.queries.shape, layout.rows[:, None]
     every = torch.arange(len(query), device=query.device)[:, None]
-    found = value.transpose(1, 2)[every, layout.own].repeat_interleave(
-        group, 2
-    )  # a first token sees itself alone
+    # a first token sees itself alone
+    found = value.transpose(1, 2)[every, layout.own].repeat_interleave(group, 2)
     if not sequences:
         return found
     behind = -queries % taken

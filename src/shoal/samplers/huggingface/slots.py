@@ -26,6 +26,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from shoal.core.errors import EngineError, format_error
+from shoal.samplers.asking import as_error
 from shoal.samplers.huggingface.caches import Context, Prefix
 from shoal.samplers.noise import Noise, gumbel
 from shoal.samplers.sampler import Completion, Request, Sampling, restricted, room_left
@@ -56,20 +57,19 @@ class Row:
         self._logprobs: list[float] = []
         self._finish: Any = "length"
 
-    def take(self, logprobs: np.ndarray) -> int:
+    def take(self, logprobs: np.ndarray) -> None:
         """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
         logprobs = restricted(logprobs, self.request.sampling)
         token = int(logprobs.argmax()) if self.noise is None else self.noise.pick(logprobs)
-        return self.note(token, float(logprobs[token]))
+        self.note(token, float(logprobs[token]))
 
-    def note(self, token: int, logprob: float) -> int:
+    def note(self, token: int, logprob: float) -> None:
         """Write a token down, and see whether the response ends with it."""
         self._ids.append(token)
         self._logprobs.append(logprob)
         if token in self._tokenizer.end_ids or self._stopped():
             self.ended, self._finish = True, "stop"
         self.ended = self.ended or len(self._ids) >= self._room
-        return token
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -517,11 +517,7 @@ class Decoder:
             failed = [*self._under_way]
             self._under_way.clear()
             self._news.notify_all()
-        reason = (
-            error
-            if isinstance(error, EngineError)
-            else EngineError(f"decoding failed: {format_error(error)}")
-        )
+        reason = as_error(error)
         if isinstance(error, torch.OutOfMemoryError):
             reason = EngineError(
                 f"the GPU has no memory for {self.slots.most} answers at once: lower engine.max_batch or "

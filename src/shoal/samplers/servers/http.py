@@ -113,9 +113,8 @@ class HttpClient(Closing):
             raise NoAnswerError(f"{where} timed out after {self.retry_policy.timeout:g} s") from None
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno or 0
-            plain = number > 0 and not isinstance(
-                error, aiohttp.ClientSSLError
-            )  # which has numbers of its own
+            # TLS has numbers of its own
+            plain = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
             trouble = os.strerror(number) if plain else error.os_error
             self.refused += 1
             raise NoAnswerError(f"{where}: no connection: {trouble}") from error
