@@ -36,7 +36,7 @@ from benchmarks.tables import put, results, table  # noqa: E402
 from shoal.core.executors import available_cpus  # noqa: E402
 from shoal.rollout.episode import EpisodeId  # noqa: E402
 from shoal.rollout.hosts import episodes  # noqa: E402
-from shoal.rollout.hosts.host import Host, Hosts  # noqa: E402
+from shoal.rollout.hosts.host import Hosts  # noqa: E402
 from shoal.rollout.hosts.processes import PipeHost, streams_of  # noqa: E402
 from shoal.rollout.plan import Assignment  # noqa: E402
 from shoal.rollout.play import Driver  # noqa: E402
@@ -78,9 +78,13 @@ class SlowSampler:
         """Nothing is held."""
 
 
-def asks_only(pipe: Any) -> None:
-    """A host whose episodes ask turn after turn, and play nothing."""
-    first, later = tuple(range(FIRST)), tuple(range(LATER))
+def asks_only(pipe: Any, n_turns: int, first: int, later: int, cpu: Any) -> None:
+    """A host whose episodes ask turn after turn, and play nothing; its seconds of CPU go into `cpu`.
+
+    The first prompt has so many tokens, and each later one so many more; with none it is the first one again.
+    """
+    begins, goes_on = tuple(range(first)), tuple(range(later))
+    began = time.process_time()
     turns: dict[int, int] = {}
     records: dict[int, Any] = {}
     with contextlib.suppress(EOFError, ConnectionError):
@@ -94,27 +98,45 @@ def asks_only(pipe: Any) -> None:
                 turns[slot], records[slot] = 0, message.assignment.place.record("", "ok", "")
             turn = turns[slot]
             turns[slot] += 1
-            event: Any = episodes.Ask(slot, turn, later if turn else first, turn > 0)
-            if turn == TURNS:
+            extends = turn > 0 and later > 0
+            event: Any = episodes.Ask(slot, turn, goes_on if extends else begins, extends)
+            if turn == n_turns:
                 event = episodes.Ended(slot, records.pop(slot))
             pipe.send_bytes(episodes.encode(event))
+    cpu.value = time.process_time() - began
+
+
+class AskingHost:
+    """A process with a host that asks only, and how many seconds of CPU it took."""
+
+    def __init__(self, n_turns: int, first: int, later: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.cpu = context.Value("d")
+        self._pipe, theirs = context.Pipe()
+        given = theirs, n_turns, first, later, self.cpu
+        self._process = context.Process(target=asks_only, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def start(self) -> PipeHost:
+        """The host, when it is there."""
+        setup = episodes.Setup({}, {}, PromptConfig(), TinyTokenizer(["go"]))
+        self.host = PipeHost(setup, await streams_of(self._pipe))
+        await self.host.start(None)
+        return self.host
+
+    async def end(self) -> None:
+        """End the host and its process."""
+        self.host.end()
+        self._pipe.close()
+        await asyncio.sleep(0)
+        self._process.join()
 
 
 async def play(n_episodes: int, n_hosts: int) -> dict[str, float]:
     """One rollout of all episodes at once; each of `MEASURES`."""
-    context, me = multiprocessing.get_context("forkserver"), psutil.Process()
-    setup = episodes.Setup({}, {}, PromptConfig(), TinyTokenizer(["go"]))
-    processes, hosts = [], list[Host]()
-    for _ in range(n_hosts):
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=asks_only, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        host = PipeHost(setup, await streams_of(pipe))
-        await host.start(60)
-        processes.append((process, pipe))
-        hosts.append(host)
-    free = iter(hosts)
+    me, asking = psutil.Process(), [AskingHost(TURNS, FIRST, LATER) for _ in range(n_hosts)]
+    free = iter([await one.start() for one in asking])
     sampler, ended = SlowSampler(), list[int]()
     driver = Driver(
         Hosts(lambda: next(free), n_hosts),
@@ -134,11 +156,8 @@ async def play(n_episodes: int, n_hosts: int) -> dict[str, float]:
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     assert sorted(ended) == list(range(n_episodes)), "an episode was lost"
     assert sampler.asked == n_episodes * TURNS
-    for host, (process, pipe) in zip(hosts, processes, strict=True):
-        host.end()
-        pipe.close()
-        await asyncio.sleep(0)
-        process.join()
+    for one in asking:
+        await one.end()
     found = (sampler.asked / seconds, 1e6 * cpu / sampler.asked, (most - memory) / 2**20, held, threads)
     return dict(zip(MEASURES, found, strict=True)) | {"asked at once": sampler.most_at_once}
 

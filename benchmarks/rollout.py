@@ -13,8 +13,6 @@ and saves nothing.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -35,8 +33,9 @@ import numpy as np
 from gymnasium.spaces import Discrete, Text
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "src"))
+sys.path[:0] = [str(REPO / "src"), str(REPO)]
 
+from benchmarks.driver import AskingHost  # noqa: E402
 
 from shoal import envs  # noqa: E402
 from shoal.core.executors import available_cpus  # noqa: E402
@@ -44,13 +43,9 @@ from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
 from shoal.rollout.episode import EpisodeId  # noqa: E402
-from shoal.rollout.hosts import episodes  # noqa: E402
-from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
 from shoal.rollout.hosts.host import Hosts  # noqa: E402
-from shoal.rollout.hosts.processes import PipeHost, streams_of  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
 from shoal.rollout.play import Driver, ParallelRolloutManager  # noqa: E402
-from shoal.rollout.prompts import PromptConfig  # noqa: E402
 from shoal.samplers.asking import Statistics, run_here  # noqa: E402
 from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
 from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
@@ -272,52 +267,20 @@ class _Echo:
 
 def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, float]:
     """Seconds a request, of CPU in the driver, and in driver and host, with a host that asks and does nothing else."""
-    setup = Setup({}, {}, PromptConfig(), TinyTokenizer(["go"]))
-    assignments = [Assignment(i, EpisodeId(0, 0, i, 0, 0), f"{requests}") for i in range(n_slots)]
+    assignments = [Assignment(i, EpisodeId(0, 0, i, 0, 0), "") for i in range(n_slots)]
 
     async def play() -> tuple[float, float, float]:
-        context = multiprocessing.get_context("spawn")
-        of_host, (pipe, theirs) = context.Value("d"), context.Pipe()
-        process = context.Process(target=_asks_only, args=(theirs, of_host), daemon=True)
-        process.start()
-        theirs.close()
-        host = PipeHost(setup, await streams_of(pipe))
-        await host.start(None)
+        asking = AskingHost(requests, 250, 0)
+        host = await asking.start()
         driver = Driver(Hosts(lambda: host), _Echo(), Sampling(), lambda index, ended: None)  # type: ignore[arg-type]
         began, cpu = time.perf_counter(), time.thread_time()
         await driver.play(assignments)
         seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
-        host.end()
-        pipe.close()
-        await asyncio.sleep(0)
-        process.join()
+        await asking.end()
         total = n_slots * requests
-        return seconds / total, cpu / total, (cpu + of_host.value) / total
+        return seconds / total, cpu / total, (cpu + asking.cpu.value) / total
 
     return run_here(play())
-
-
-def _asks_only(pipe: Any, cpu: Any) -> None:
-    """A host whose episodes ask for the same again and again; its seconds of CPU go into `cpu`."""
-    began = time.process_time()
-    turns: dict[int, int] = {}
-    prompt = tuple(range(250))
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            message = episodes.decode_message(pipe.recv_bytes())
-            if isinstance(message, episodes.Control):
-                pipe.send_bytes(episodes.encode(episodes.Report(message.slot, os.getpid())))
-                continue
-            if isinstance(message, Begin):
-                turns[message.slot], most = 0, int(message.assignment.tag)
-                assignment = message.assignment
-            turn = turns[message.slot]
-            turns[message.slot] += 1
-            event: Any = Ask(message.slot, turn, prompt, False)
-            if turn == most:
-                event = Ended(message.slot, assignment.place.record("", "ok", ""))
-            pipe.send_bytes(episodes.encode(event))
-    cpu.value = time.process_time() - began
 
 
 def _times(n_clients: int, client: Any, address: Any, requests: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ from shoal.train.agent.batch.samples import make_samples
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.replay import Replay, find_episode
+from tests.rollout.doubles import until
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
 
@@ -128,6 +130,21 @@ def test_a_program_that_misbehaves_fails_its_episode_and_leaves_nothing(
     assert not left_behind()
 
 
+def test_no_command_outlives_a_run_that_is_killed(tmp_path):
+    config(tmp_path, command=["{python}", "-c", "import time; time.sleep(600)", str(PROGRAM)])
+    words = ["rollout", "--config-dir", str(tmp_path), "--config-name", "programs"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "shoal", *words, "--out", str(tmp_path / "run")],
+        env=env,
+        stderr=subprocess.DEVNULL,
+    )
+    until(left_behind, 240)
+    run.kill()
+    run.wait()
+    until(lambda: not left_behind())
+
+
 def test_an_episode_ends_with_its_program_though_others_keep_its_output_open(tmp_path):
     settings = config(tmp_path, "es_manager.train.env_groups=1", fault="leaves", timeout=8.0)
     assert [trajectory.status for trajectory in play(settings, 3)] == ["ok"] * 3
@@ -162,8 +179,8 @@ def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_ro
         ("dies", "env_error", "the process of the function exited with code 4"),
         ("hangs", "timeout", "did not return within 4 s"),
         ("nonsense", "env_error", "the result must be a reward"),
-        ("missing", "env_error", "has no attribute 'missing'"),
-        ("no_function", "env_error", "agent_functions:no_function is no function"),
+        ("missing", "env_error", "its module holds nothing of that name"),
+        ("no_function", "env_error", "'agent_functions:no_function' must be a function"),
         (
             "ask",
             "env_error",

@@ -2,7 +2,6 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
-from tests.records import exchanges
 
 from shoal import envs
 from shoal.core.errors import ConfigError
@@ -73,12 +72,6 @@ def test_every_trajectory_is_that_of_a_plain_loop_over_one_env(vector):
         assert trajectory.status == "ok"
 
 
-def test_a_group_starts_from_one_state_and_groups_from_different_ones():
-    first = [t.turns[0].observation for t in collector(RandomEngine(WORDS)).collect(0, SAMPLING)]
-    assert len(set(first[0:3])) == len(set(first[3:6])) == len(set(first[6:9])) == 1
-    assert len({first[0], first[3], first[6]}) > 1
-
-
 def test_further_batches_of_an_iteration_are_other_groups():
     playing = collector(RandomEngine(WORDS))
     one, two = playing.collect(0, SAMPLING), playing.collect(0, SAMPLING, first_group=4)
@@ -101,13 +94,6 @@ def test_responses_without_an_action_cost_turns_and_are_recorded_as_such():
         assert trajectory.truncated
         assert len(trajectory.turns) == (9 if trajectory.env == "Fixed" else 7)
         assert all(turn.action is None and not turn.action_is_valid for turn in trajectory.turns)
-
-
-def test_the_known_way_over_the_known_lake_succeeds():
-    way = ["Down", "Down", "Right", "Right", "Down", "Right"]
-    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.path[-1] % 6]}</action>", WORDS)
-    fixed = [t for t in collector(engine).collect(0, SAMPLING) if t.env == "Fixed"]
-    assert all(t.success and t.reward == 1.0 and len(t.turns) == 6 and t.terminated for t in fixed)
 
 
 class Picky(RandomEngine):
@@ -153,26 +139,6 @@ def test_what_cannot_be_asked_or_read_costs_its_own_episode_in_lockstep_as_on_wo
     assert all("division by zero" in t.error for t in played if t.error)
 
 
-class Late(RandomEngine):
-    """A server that does not answer the third turn of group 1 in time."""
-
-    def generate(self, requests):
-        if any(request.key.path[1] == 1 and request.key.path[3] == 2 for request in requests):
-            raise TimeoutError("no answer within 1 s")
-        return super().generate(requests)
-
-
-def test_an_engine_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
-    played = collector(Late(WORDS)).collect(0, SAMPLING)
-    settings = {"max_tokens": 8, "prompt": asdict(PROMPT)}
-    with ParallelRolloutManager(
-        config() | {"agent_proxy": settings}, Late(WORDS), seed=5, backend="serial"
-    ) as manager:
-        assert manager.collect(0, SAMPLING) == played
-    told = {(t.group, t.status, t.error.rpartition("; the last: ")[2]) for t in played if t.status != "ok"}
-    assert told == {(1, "timeout", "no answer within 1 s")}
-
-
 class Stuck(FrozenLakeEnv):
     """One world does not answer."""
 
@@ -194,14 +160,6 @@ def test_an_env_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
     finally:
         playing.close()
     assert [trajectory.status for trajectory in played] == ["ok", "timeout", "ok"]
-
-
-def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
-    prompt = PromptConfig(mode="append", first="{observation}", later="{observation}")
-    for trajectory in collector(RandomEngine(WORDS), prompt).collect(0, SAMPLING):
-        for before, after in zip(exchanges(trajectory), exchanges(trajectory)[1:], strict=False):
-            known = before.prompt_ids + before.response_ids
-            assert after.prompt_ids[: len(known)] == known
 
 
 def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is_played():

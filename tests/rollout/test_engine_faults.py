@@ -1,38 +1,26 @@
 """What an engine and a tokenizer may do wrong: it ends the episode that asked, and no other."""
 
-import numpy as np
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, with_env
+from tests.rollout.doubles import HashEngine, config, in_lockstep
 
 from shoal.core.errors import WorkerTimeoutError
 from shoal.rollout.play import ParallelRolloutManager
-from shoal.samplers.sampler import Completion
+from shoal.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "thread", "process")
 
 
-def play(backend, engine=None, env=CounterEnv, **changes):
-    with ParallelRolloutManager(with_env(env, **changes), engine or HashEngine(), backend=backend) as manager:
+def play(backend, engine=None):
+    if backend == "lockstep":
+        with in_lockstep(config(), engine) as collector:
+            return collector.collect(4, Sampling(16, 1.0, ("</action>",)))
+    with ParallelRolloutManager(config(), engine or HashEngine(), backend=backend) as manager:
         return manager.collect(4)
 
 
 @pytest.fixture(scope="module")
 def calm():
     return play("serial")
-
-
-class NumpyEngine(HashEngine):
-    def _answer(self, request):
-        plain = super()._answer(request)
-        ids, logprobs = np.array(plain.token_ids), np.array(plain.logprobs)
-        if request.key.path[2]:
-            ids, logprobs = tuple(ids), list(logprobs)
-        return Completion(ids, logprobs, plain.finish, np.int64(plain.weights_version))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engine_may_answer_in_numbers_of_numpy(calm, backend):
-    assert play(backend, NumpyEngine()) == calm
 
 
 class Refusing(HashEngine):
@@ -48,7 +36,7 @@ class Refusing(HashEngine):
         return self._answer(request)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "lockstep"])
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from tests.records import exchanges
+from tests.rollout.doubles import TEMPLATE, byte_tokenizer
 
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
@@ -91,13 +92,6 @@ def test_a_kind_of_env_may_have_templates_of_its_own():
         train.pool, train.tags, train.roles, 1, ScriptedEngine(answer, WORDS), base, 0
     ).collect(0, Sampling(20))
     assert seen[:2] == ["own", "general"]
-    for wrong, message in [
-        ({"frist": "x"}, "custom_envs.A.*prompt.frist"),
-        ({"mode": "append"}, "one for all envs"),
-    ]:
-        kinds["A"] = {"env_type": "frozen_lake", "prompt": wrong}
-        with pytest.raises(ConfigError, match=message):
-            make_environments(config)
 
 
 # --- pictures
@@ -150,10 +144,6 @@ def test_an_engine_that_takes_no_pictures_is_not_shown_an_empty_prompt():
 
 
 # --- token exactness
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 STRIPS = (  # like templates that cut the thoughts out of earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
@@ -161,43 +151,10 @@ STRIPS = (  # like templates that cut the thoughts out of earlier turns
 )
 
 
-class Words:
-    """The little of a tokenizer that a template needs: one id a character, control tokens whole."""
-
-    control = ("<|im_start|>", "<|im_end|>")
-    eos_token_id, all_special_ids = 1, (0, 1)
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def __len__(self):
-        return 0x110002
-
-    def __call__(self, text, add_special_tokens=False, split_special_tokens=False):
-        ids = []
-        while text:
-            special = next((i for i, c in enumerate(self.control) if text.startswith(c)), None)
-            if special is not None and not split_special_tokens:
-                ids.append(special)
-                text = text[len(self.control[special]) :]
-            else:
-                ids.append(ord(text[0]) + 2)
-                text = text[1:]
-        return {"input_ids": ids}
-
-    def decode(self, ids, skip_special_tokens=False, **_):
-        return "".join(chr(i - 2) if i > 1 else "" if skip_special_tokens else self.control[i] for i in ids)
-
-    def apply_chat_template(self, chat, tokenize=False, add_generation_prompt=False):
-        from jinja2 import Template
-
-        return Template(self.chat_template).render(messages=chat, add_generation_prompt=add_generation_prompt)
-
-
 class Templated(ScriptedEngine):
     def __init__(self, template, answer):
         super().__init__(answer)
-        self.tokenizer = TemplateTokenizer(Words(template))
+        self.tokenizer = TemplateTokenizer(byte_tokenizer(template))
 
     def generate(self, requests):
         said = [(*self.tokenizer.encode(self._answer("", r.key)), 1) for r in requests]
@@ -215,7 +172,7 @@ def drifts(caplog):
     return [record.name for record in caplog.records].count("shoal.rollout.prompts")
 
 
-@pytest.mark.parametrize(("template", "text"), [(CHATML, THINKING), (STRIPS, "<action>Down</action>")])
+@pytest.mark.parametrize(("template", "text"), [(TEMPLATE, THINKING), (STRIPS, "<action>Down</action>")])
 def test_a_template_that_only_appends_does_not_drift(template, text, caplog):
     with caplog.at_level(logging.WARNING):
         played = collect(Templated(template, lambda prompt, key: text), append(on_drift="raise"))

@@ -1,7 +1,6 @@
 """Envs that answer nonsense, fork, or do not let go: each costs its own episode and nothing else."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import re
@@ -140,35 +139,11 @@ class Clings(CounterEnv):
             time.sleep(1000)
 
 
-class FailsAndClings(Clings):
-    def step(self, action):
-        answer = super().step(action)
-        if self._faulty and self._steps == 2 and self.fails():
-            raise ValueError("lost")
-        return answer
-
-    def fails(self):
-        return True
-
-
-class FailsOnceAndClings(FailsAndClings):
-    """The first of its seed, of all processes."""
-
-    folder = None
-
-    def fails(self):
-        self._faulty = False
-        with contextlib.suppress(FileExistsError):
-            (Path(self.folder) / str(self._seed)).mkdir()
-            self._faulty = True
-        return self._faulty
-
-
 @pytest.mark.parametrize("backend", ELSEWHERE)
 @pytest.mark.flaky(reruns=2)
 def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
     assert play(backend, Clings, parallel={"step_timeout": 0.5}) == calm
-    played = play(backend, FailsAndClings, parallel={"step_timeout": 0.5, "max_deaths": 1})
+    played = play(backend, Clings, fault="raise", parallel={"step_timeout": 0.5, "max_deaths": 1})
     check_faulty(calm, played, "timeout", "close failed: no answer within 0.5 s", 0)
 
 
@@ -216,15 +191,9 @@ def test_an_env_lives_and_dies_in_one_thread(calm, backend, keep, tmp_path):
 @pytest.mark.parametrize("backend", ELSEWHERE)
 @pytest.mark.flaky(reruns=2)
 def test_an_episode_is_tried_again_though_the_end_of_its_failed_env_hangs(calm, backend, schedule, tmp_path):
-    env = functools.partial(in_folder, FailsOnceAndClings, str(tmp_path))
-    assert play(backend, env, parallel={"step_timeout": 0.5, "schedule": schedule}) == calm
-    assert len(list(tmp_path.iterdir())) == sum(t.env_seed % 4 == 0 and t.member == 0 for t in calm)
-
-
-def in_folder(kind, folder, **settings):
-    env = kind(**settings)
-    env.folder = folder
-    return env
+    changes = {"fault": "raise", "once": str(tmp_path / "once")}
+    assert play(backend, Clings, parallel={"step_timeout": 0.5, "schedule": schedule}, **changes) == calm
+    assert (tmp_path / "once").exists()
 
 
 class NoReset(CounterEnv):

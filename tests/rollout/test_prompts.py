@@ -111,16 +111,19 @@ class Bracketed:
 def test_where_a_template_writes_otherwise_is_named_and_shown(seen, piece, shown):
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     drift = find_drift(Bracketed(), chat, [ord(c) for c in seen])
-    assert (drift and drift.piece) == piece
-    if drift is not None:  # from ten characters before to thirty after
+    if piece is None:
+        assert drift is None
+    else:  # from ten characters before to thirty after
         at = first_difference(*shown)
-        assert (drift.seen, drift.written) == tuple(text[max(0, at - 10) : at + 30] for text in shown)
+        saw, writes = (text[max(0, at - 10) : at + 30] for text in shown)
+        assert drift == f"in {piece} the model saw {saw!r}, the template writes {writes!r}"
 
 
 def test_what_is_shown_of_a_drift_begins_a_little_before_it():
     chat = [{"role": "user", "content": "x" * 50 + "y" * 50}]
     drift = find_drift(Bracketed(), chat, [ord(c) for c in "<" + "x" * 50 + "z" * 50 + ">?"])
-    assert (drift.seen, drift.written) == ("x" * 10 + "z" * 30, "x" * 10 + "y" * 30)
+    saw, writes = "x" * 10 + "z" * 30, "x" * 10 + "y" * 30
+    assert drift == f"in message 0 (user) the model saw {saw!r}, the template writes {writes!r}"
     assert first_difference("abc", "ab") == first_difference("ab", "abc") == 2
 
 

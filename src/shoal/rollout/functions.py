@@ -1,28 +1,38 @@
-"""Python functions that play episodes by asking the model, each in a worker process that plays many of them."""
+"""Functions and commands of a user, run in worker processes that end with this one.
+
+A worker process calls one function again and again, or runs one command after another and ends what it left behind.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import numbers
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import psutil
 
 from shoal.core.data import MOST_REWARD, Status
 from shoal.core.errors import EnvError, WorkerDiedError, whole_characters, with_frames
 from shoal.core.streams import framed, received, streams_of
-from shoal.core.workers import WorkerProcess, ended_how
+from shoal.core.workers import WorkerProcess, ended_how, kill_descendants
+from shoal.envs.catalogue import function_named
 
 PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""
-
+MOST_OUTPUT = 1 << 20
+"""Bytes at the end of a command's output in which its last line is looked for."""
+LOOK_SECONDS = 0.5
+"""Between two looks at how much a command has printed."""
 
 Failing = Literal["raised", "no result", "fault"]
 """How a program comes to no result: it raises, ends by itself without a reward, or dies, is ended, or never runs."""
@@ -38,7 +48,7 @@ class ProgramFailedError(EnvError):
 
 
 class Result(NamedTuple):
-    """The result of a program, as its last line has it."""
+    """The result of a program."""
 
     reward: float
     success: bool = False
@@ -122,7 +132,7 @@ def serve_function(pipe: Any, name: str, folder: str | None) -> None:
             os.environ.update(variables)
             answer: Any
             try:
-                function = function or _load(name)
+                function = function or function_named(name, "the function")
                 value = _play(function, task, variables)
             except BaseException as error:  # the user's code may raise anything, `SystemExit` too
                 answer = {"raised": f"the function failed: {with_frames(error)}"}
@@ -134,14 +144,6 @@ def serve_function(pipe: Any, name: str, folder: str | None) -> None:
             pipe.send_bytes(json.dumps(answer).encode())
 
 
-def _load(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
-    if not callable(function):
-        raise TypeError(f"{name} is no function")
-    return function  # type: ignore[no-any-return]
-
-
 def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str]) -> Any:
     given = {"task": task, "base_url": variables["OPENAI_BASE_URL"], "variables": variables}
     signature = inspect.signature(function)
@@ -151,13 +153,102 @@ def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str])
     except TypeError as error:
         raise TypeError(f"{error}; it may take {', '.join(PARAMETERS)}") from None
     value = function(**wanted)
-    if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
-    return value
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def serve_command(
+    pipe: Any,
+    words: Sequence[str],
+    folder: str | None = None,
+    memory: int | None = None,
+    most: int | None = None,
+) -> None:
+    """Be the process: run a command on each text, and answer `[status, last line, last line of its errors]`.
+
+    What failed otherwise is answered as `{how: text}`.
+
+    Args:
+        pipe: where texts come from, each with variables for the command's environment.
+        words: the command; `{python}` stands for this Python.
+        folder: where it runs.
+        memory: MiB of address space that it may have.
+        most: bytes that it may print.
+    """
+    words = [sys.executable if word == "{python}" else word for word in words]
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            given, variables = json.loads(pipe.recv_bytes())
+            answer: Any
+            try:
+                answer = _run(words, given, {**os.environ, **variables}, folder, memory, most)
+            except OSError as error:
+                answer = {"fault": f"{words[0]} cannot be started: {error}"}
+            except ProgramFailedError as error:
+                answer = {error.how: str(error)}
+            pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _run(
+    words: Sequence[str],
+    given: str,
+    environ: Mapping[str, str],
+    folder: str | None,
+    memory: int | None,
+    most: int | None,
+) -> tuple[int, str, str]:
+    with contextlib.ExitStack() as files:  # and no pipes, which others that it started may keep open
+        task, output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        task.write(f"{given}\n".encode())
+        task.seek(0)
+        process = subprocess.Popen(words, stdin=task, stdout=output, stderr=errors, cwd=folder, env=environ)
+        try:
+            limit_memory(process.pid, memory)
+            while process.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_SECONDS)
+                if most is not None and os.fstat(output.fileno()).st_size > most:
+                    raise ProgramFailedError(f"the program printed more than {most} bytes (output)")
+                if process.returncode is None and os.fstat(errors.fileno()).st_size > MOST_OUTPUT:
+                    os.ftruncate(errors.fileno(), 0)  # the disk is not for a log without end
+        finally:
+            _end_others()
+            process.wait()
+        return process.returncode, _last_line(output), _last_line(errors)
+
+
+def _end_others() -> None:
+    """Kill all that this process started, and what is left of its group."""
+    kill_descendants(os.getpid())
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid != os.getpid() and os.getpgid(pid) == os.getpgid(0):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _last_line(file: Any) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
+    text: str = file.read().decode(errors="replace").strip()
+    return (text.splitlines() or [""])[-1]
+
+
+def limit_memory(pid: int, mebibytes: int | None) -> None:
+    """Limit the address space of a process, and of those that it starts.
+
+    Raises:
+        ProgramFailedError: it cannot be limited.
+    """
+    if mebibytes is None:
+        return
+    try:
+        import resource
+
+        resource.prlimit(pid, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        raise ProgramFailedError(
+            "memory: this system cannot limit the memory of a process; leave it out"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ProgramFailedError(f"memory: the limit cannot be set: {error}") from error
 
 
 def result_of(value: Any) -> Result:

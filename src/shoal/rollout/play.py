@@ -65,15 +65,8 @@ class _Job:
 class Driver:
     """Plays episodes on hosts with one sampler; use each for one rollout.
 
-    Args:
-        hosts: where episodes are played.
-        sampler: what the model says.
-        sampling: how tokens are picked.
-        finished: called with the index of an episode, and how it ended, as soon as it has.
-        limits: how long is waited, how many episodes a host plays at once, and how many hosts one may end.
-        failures: hears of hosts that are lost.
-        toolbox: the tools that run beside the driver.
-        report: where it counts.
+    `finished` is called with the index of an episode, and how it ended, as soon as it has. `failures` hears of hosts
+    that are lost, and `report` counts.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Episodes that programs play by asking the model themselves; their calls are the record.
 
-A command is a process an episode; a Python function is called in a worker process that plays many. Where its calls go
-is a session, which the caller's factory opens: the gateway, mostly.
+A command is a process an episode; a Python function is called in a process that plays many. Where its calls go is a
+session, which the caller's factory opens: the gateway, mostly.
 
 How an episode ends is decided in `ended`: a budget that is used up truncates it, what a program raises after an answer
 is the agent's failure, and both count. A program that dies, hangs or returns nonsense is killed with all that it
@@ -11,13 +11,8 @@ started, and its episode is played once more with the same noise, as for any env
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,18 +21,23 @@ import msgspec
 
 from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn
 from shoal.core.errors import ConfigError, EngineError
-from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.factory import EnvTag, program_tags
-from shoal.rollout.functions import FunctionProcesses, ProgramFailedError, Result, result_of, serve_function
+from shoal.rollout.functions import (
+    FunctionProcesses,
+    ProgramFailedError,
+    Result,
+    limit_memory,
+    result_of,
+    serve_command,
+    serve_function,
+)
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Ended, Event, Message
 from shoal.rollout.hosts.host import Host, Hosts
 from shoal.rollout.plan import Assignment
 from shoal.samplers.sampler import Key, Sampling
 
-LAST_WORDS_SECONDS = 1.0
-"""For which the rest of an ended program's output is waited for."""
 KILLED = range(129, 193)
 """Statuses with which a shell ends whose command a signal has ended."""
 
@@ -120,14 +120,7 @@ def programs_of(
 
 
 class ProgramHosts(Hosts):
-    """Hosts of programs, all in the loop of the driver.
-
-    Args:
-        programs: by tag.
-        sessions: where their calls go; they end with the hosts.
-        count: programs at a time.
-        retries: further tries at an episode whose program failed.
-    """
+    """Hosts of programs, all in the loop of the driver; the sessions end with them."""
 
     def __init__(
         self, programs: Mapping[str, ProgramEnv], sessions: Sessions, count: int, retries: int
@@ -195,7 +188,7 @@ class ProgramHost(Host):
         retries: further tries at an episode whose program failed.
     """
 
-    def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
+    def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int) -> None:
         super().__init__()
         self._programs, self._sessions, self._retries = programs, sessions, retries
         self._tasks: set[asyncio.Task[Event]] = set()
@@ -261,12 +254,8 @@ class ProgramHost(Host):
         Raises:
             ProgramFailedError: it comes to no result.
         """
-        program = self._programs[assignment.tag]
-        task = program.task(assignment.place.env_seed)
-        if program.config.function is None:
-            work = run(program, task, session.variables)
-        else:
-            work = self._call(assignment.tag, task, session.variables)
+        task = self._programs[assignment.tag].task(assignment.place.env_seed)
+        work = self._run(assignment.tag, task, session.variables)
         playing, asking_on = asyncio.ensure_future(work), asyncio.ensure_future(session.exhausted())
         try:
             await asyncio.wait((playing, asking_on), return_when=asyncio.FIRST_COMPLETED)
@@ -278,26 +267,33 @@ class ProgramHost(Host):
             asking_on.cancel()
             await asyncio.wait((playing, asking_on))
 
-    async def _call(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
-        """Call a function in a process that waits, or a new one.
+    async def _run(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
+        """Call a function or run a command in a process that waits, or a new one.
 
         Raises:
-            ProgramFailedError: it failed or was too slow.
+            ProgramFailedError: it failed, was too slow or too loud, or gave no result.
         """
         config = self._programs[tag].config
         if tag not in self._processes:
-            limit = partial(_limit_memory, mebibytes=config.memory)
-            arguments = config.function, config.folder
-            self._processes[tag] = FunctionProcesses(serve_function, arguments, limit)
+            if config.function is None:
+                arguments = config.command, config.folder, config.memory, config.output
+                self._processes[tag] = FunctionProcesses(serve_command, arguments)
+            else:
+                limit = partial(limit_memory, mebibytes=config.memory)
+                called = config.function, config.folder
+                self._processes[tag] = FunctionProcesses(serve_function, called, limit)
+        given = json.dumps(task) if config.function is None else task
         try:
-            return Result(*await self._processes[tag].ask([task, dict(variables)], config.timeout))
+            answer = await self._processes[tag].ask([given, dict(variables)], config.timeout)
         except TimeoutError:
+            what = "program did not end" if config.function is None else "function did not return"
             raise ProgramFailedError(
-                f"the function did not return within {config.timeout:g} s (timeout)", status="timeout"
+                f"the {what} within {config.timeout:g} s (timeout)", status="timeout"
             ) from None
+        return command_result(*answer) if config.function is None else Result(*answer)
 
     def pids(self) -> list[int]:
-        """The processes of functions that wait for an episode."""
+        """The worker processes that wait for an episode."""
         return [pid for processes in self._processes.values() for pid in processes.pids()]
 
     async def close_envs(self) -> None:
@@ -308,141 +304,36 @@ class ProgramHost(Host):
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
 
     def end(self) -> None:
-        """End the processes of functions."""
+        """End the worker processes."""
         for processes in self._processes.values():
             processes.end()
 
 
-async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
-    """Run a program on a task, and return what its last line says; it and all that it started are ended then.
+def command_result(status: int, output: str, errors: str) -> Result:
+    """The result in the last line of a command's output.
 
-    Raises:
-        ProgramFailedError: it cannot be started, failed, was too slow or too loud, or its last line is no result.
-    """
-    config = program.config
-    words = [sys.executable if word == "{python}" else word for word in config.command]
-    with contextlib.ExitStack() as ending:
-        given = ending.enter_context(tempfile.TemporaryFile())
-        given.write(json.dumps(task).encode() + b"\n")
-        given.seek(0)
-        output, errors = Tail(config.output), Tail(1 << 14)
-        ending.callback(output.close)
-        ending.callback(errors.close)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *words, stdin=given, stdout=output.writer, stderr=errors.writer, cwd=config.folder,
-                env={**os.environ, **variables}, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
-        reading = [
-            asyncio.ensure_future(output.read(partial(_kill, process))),
-            asyncio.ensure_future(errors.read()),
-        ]
-        try:
-            _limit_memory(process.pid, config.memory)
-            async with asyncio.timeout(config.timeout):
-                code = await process.wait()
-            _kill(process)
-            await asyncio.wait(reading, timeout=LAST_WORDS_SECONDS)
-        except TimeoutError:
-            raise ProgramFailedError(
-                f"the program did not end within {config.timeout:g} s (timeout)", status="timeout"
-            ) from None
-        finally:
-            _kill(process)
-            await process.wait()
-            for one in reading:
-                one.cancel()
-    if output.cut:
-        raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
-    if code:
-        last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
-        killed = code < 0 or code in KILLED
-        raise ProgramFailedError(
-            f"the program ended with status {code}: {last[0][:300]}", "fault" if killed else "raised"
-        )
-    return read_result(output.text())
-
-
-class Tail:
-    """The end of what a process writes into a pipe of its own, which it may leave to others.
+    >>> command_result(0, '{"reward": 0.5}', "")
+    Result(reward=0.5, success=False)
 
     Args:
-        most: bytes that are kept.
+        status: with which it ended.
+        output: its last line.
+        errors: the last line of its standard error.
+
+    Raises:
+        ProgramFailedError: it failed, or that is no result.
     """
-
-    def __init__(self, most: int) -> None:
-        self.cut = False
-        """Whether there were more."""
-        self._most, self._kept = most, bytearray()
-        reader, self.writer = os.pipe()
-        self._reader = os.fdopen(reader, "rb", 0)
-
-    async def read(self, when_cut: Callable[[], None] = lambda: None) -> None:
-        """Read until all writers have gone; `when_cut` is called when it is too much."""
-        os.close(self.writer)
-        self.writer = -1
-        stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), self._reader
+    if status:
+        raise ProgramFailedError(
+            f"the program ended with status {status}: {(errors or 'nothing on standard error')[:300]}",
+            "fault" if status < 0 or status in KILLED else "raised",
         )
-        try:
-            while part := await stream.read(1 << 16):
-                self._kept += part
-                if len(self._kept) > self._most:
-                    del self._kept[: -self._most]
-                    self.cut = True
-                    when_cut()
-        finally:
-            transport.close()
-
-    def text(self) -> str:
-        """What is kept."""
-        return self._kept.decode(errors="replace").strip()
-
-    def close(self) -> None:
-        """Close the pipe."""
-        if self.writer >= 0:
-            os.close(self.writer)
-        self._reader.close()
-
-
-def read_result(output: str) -> Result:
-    """The result in the last line of a program's output.
-
-    >>> read_result('{"reward": 0.5}')
-    Result(reward=0.5, success=False)
-    """
-    last = (output.splitlines() or [""])[-1]
     try:
-        value = json.loads(last)
+        value = json.loads(output)
         if isinstance(value, dict):
             return result_of(value)
     except (ValueError, RecursionError):
         pass
     raise ProgramFailedError(
-        f'the last line must be JSON such as {{"reward": 1.0}}, got {last[:200]!r}', "no result"
+        f'the last line must be JSON such as {{"reward": 1.0}}, got {output[:200]!r}', "no result"
     )
-
-
-def _limit_memory(pid: int, mebibytes: int | None) -> None:
-    if mebibytes is None:
-        return
-    try:
-        import resource
-
-        resource.prlimit(pid, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))  # type: ignore[attr-defined]
-    except (ImportError, AttributeError):
-        raise ProgramFailedError(
-            "memory: this system cannot limit the memory of a process; leave it out"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ProgramFailedError(f"memory: the limit cannot be set: {error}") from error
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """End a program with all that it started."""
-    kill_descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -211,10 +211,7 @@ class Prompter:
         else:
             if drift is None:
                 return
-            message = (
-                f"the chat template does not write this chat as the model saw it: in {drift.piece} the model saw "
-                f"{drift.seen!r}, the template writes {drift.written!r}"
-            )
+            message = f"the chat template does not write this chat as the model saw it: {drift}"
         if self.config.on_drift == "raise":
             otherwise = " or use prompt.mode=window" if self.config.mode == "append" else ""
             raise EngineError(f"{message}; set prompt.on_drift=warn to go on{otherwise}")
@@ -241,19 +238,18 @@ def compose(config: PromptConfig, scene: Scene) -> str:
     """The user message of a turn, from the templates."""
     template = config.later if scene.past else config.first
     shown = scene.past[max(0, len(scene.past) - config.history) :]
-    first = len(scene.past) - len(shown)
     history = "\n".join(
         fill(
             config.turn,
             {
-                "step": str(first + index + 1),
+                "step": str(step),
                 "observation": turn.observation,
                 "response": turn.response,
                 "action": turn.action,
                 "reward": f"{turn.reward:g}",
             },
         )
-        for index, turn in enumerate(shown)
+        for step, turn in enumerate(shown, len(scene.past) - len(shown) + 1)
     )
     fields = {
         "instructions": scene.instructions,
@@ -276,16 +272,8 @@ def fill(template: str, fields: dict[str, str]) -> str:
 
 
 # --- where a chat template would write a chat otherwise than the model saw it
-class Drift(NamedTuple):
-    """The first place where the two differ."""
-
-    piece: str  # which part of the chat it lies in
-    seen: str  # what the model saw there, from a few characters before
-    written: str  # what the template writes there
-
-
-def find_drift(tokenizer: Any, chat: Sequence[Message], prompt_ids: Sequence[int]) -> Drift | None:
-    """Compare `prompt_ids` with the template's text for `chat`; None when they agree.
+def find_drift(tokenizer: Any, chat: Sequence[Message], prompt_ids: Sequence[int]) -> str | None:
+    """Where `prompt_ids` and the template's text for `chat` differ first, in words; None when they agree.
 
     A template that cuts thoughts or a newline out of earlier turns makes the model see, in append mode, chats that it
     was not trained on. Texts are compared, not tokens: a model may spell a word with other tokens than the tokenizer
@@ -298,7 +286,9 @@ def find_drift(tokenizer: Any, chat: Sequence[Message], prompt_ids: Sequence[int
         return None
     at = first_difference(seen, written)
     shown = slice(max(0, at - 10), at + 30)
-    return Drift(_piece(seen, chat, at), seen[shown], written[shown])
+    return (
+        f"in {_piece(seen, chat, at)} the model saw {seen[shown]!r}, the template writes {written[shown]!r}"
+    )
 
 
 def _piece(text: str, chat: Sequence[Message], at: int) -> str:

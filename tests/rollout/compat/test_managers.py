@@ -108,29 +108,6 @@ def test_episodes_that_are_over_ignore_what_is_said():
     assert "P" in observations["text"][1].split("The lake now")[1]
 
 
-def test_the_prompt_remembers_the_last_turns_and_the_words_of_the_actions():
-    prompt = {
-        "history": 2,
-        "turn": "{step}:{action}={reward}:{response}",
-        "later": "{history}|{observation}|{step}/{max_turns}",
-    }
-    manager = lake(1, 1, prompt=prompt)
-    manager.reset()
-    for text in ["<action>Down</action>", "no", "<action>right</action>"]:
-        observations, *_ = manager.step([text])
-    history, rest = observations["text"][0].split("|", 1)
-    assert history == "2:(none)=0:no\n3:Right=0:<action>right</action>"
-    assert rest.endswith("|3/9")
-
-
-def test_an_arm_can_be_pulled_by_its_name():
-    manager = make_manager("bandit", 3, 1, 0, backend="serial")
-    manager.reset()
-    _, _, dones, infos = manager.step([say("dragon")] * 3)
-    assert all(info["is_action_valid"] and info["success"] for info in infos)
-    assert dones.all()
-
-
 def test_what_the_env_does_not_offer_is_invalid_and_costs_a_step():
     manager = make_manager("webshop", 1, 1, 0, backend="serial")
     observations, _ = manager.reset()
@@ -271,17 +248,6 @@ def test_a_file_becomes_a_data_url_and_other_arrays_are_refused(tmp_path):
         picture_url(np.zeros((2, 2, 3)))
 
 
-def test_loops_of_several_threads_over_one_manager_are_played_one_after_another():
-    def play(threads):
-        with make_manager("frozen_lake", 3, 2, 4, {"size": 3}, backend="serial") as manager:
-            engine = RandomEngine(["Up", "Down", "Left", "Right"])
-            with ThreadPoolExecutor(threads) as pool:
-                loops = list(pool.map(lambda _: multi_turn_loop(manager, engine, Sampling(8)), range(6)))
-        return sorted(loops, key=lambda loop: loop[0].iteration)
-
-    assert play(3) == play(1)
-
-
 class Unhurried(FrozenLakeEnv):
     """Lets other threads go on in the middle of a step."""
 
@@ -290,15 +256,19 @@ class Unhurried(FrozenLakeEnv):
         return super()._advance(action)
 
 
-def test_steps_of_several_threads_over_one_manager_are_taken_one_after_another():
+def test_loops_and_steps_of_several_threads_over_one_manager_are_played_one_after_another():
     envs.register("test_unhurried", Unhurried, replace=True)
 
     def play(threads):
         with make_manager("test_unhurried", 2, 2, 3, LAKE | {"max_steps": 40}, backend="serial") as manager:
-            manager.reset()
+            engine = RandomEngine(["Up", "Down", "Left", "Right"])
             with ThreadPoolExecutor(threads) as pool:
+                loops = list(pool.map(lambda _: multi_turn_loop(manager, engine, Sampling(8)), range(3)))
+                manager.reset()
                 list(pool.map(lambda _: manager.step([say("Up")] * 4), range(30)))
-            return manager.step([say("Up")] * 4), manager.reset()
+            loops.sort(key=lambda loop: loop[0].iteration)
+            return loops, manager.step([say("Up")] * 4), manager.reset()
 
-    for told, expected in zip(play(3), play(1), strict=True):
-        np.testing.assert_equal(told, expected)
+    (loops, *steps), (in_turn, *expected) = play(3), play(1)
+    assert loops == in_turn
+    np.testing.assert_equal(steps, expected)

@@ -1,7 +1,6 @@
 """The agent of `examples/tools`: it learns what nobody does without tools, and repeats from its record without them."""
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -44,21 +43,6 @@ def rows(config):
         found = list(trainer.train())
     slow = ("seconds", "second", "busy", "memory", "rows", "workers", "share_")
     return [{key: row[key] for key in row if not any(word in key for word in slow)} for row in found]
-
-
-@pytest.mark.slow
-def test_a_training_repeats_from_its_record_when_all_tools_are_gone(vault, tmp_path):
-    first = rows(vault(*SMALL, f"run_dir={tmp_path}/first"))
-    lines = (tmp_path / "first" / "tool_uses.jsonl").read_text().splitlines()
-    called = {use["name"] for _, turn in map(json.loads, lines) for use in turn}
-    assert called >= {"search", "multiply", "door"}
-    recorded = f'agent_proxy.tools=[{{recorded: "{tmp_path}/first"}}]'
-    config = vault(*SMALL, f"run_dir={tmp_path}/again", recorded)
-    assert [tool.function or tool.mcp for tool in config.agent_proxy.tools] == [None]
-    assert rows(config) == first
-    for name in ("train-000001", "heldout-000000", "heldout-000002"):
-        one, other = (tmp_path / run / "trajectories" / f"{name}.jsonl" for run in ("first", "again"))
-        assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.slow

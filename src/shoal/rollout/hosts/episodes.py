@@ -363,9 +363,7 @@ def _refuse_no_text(env: Any, observation: Any) -> None:
 class SlotThreads:
     """Slots, each in a thread of its own, where an env may keep what lives in one thread.
 
-    Args:
-        setup: of their episodes.
-        send: called with each event, in the thread of its slot, and with each report.
+    `send` is called with each event, in the thread of its slot, and with each report.
     """
 
     def __init__(self, setup: Setup, send: Callable[[Event | Report], object]) -> None:

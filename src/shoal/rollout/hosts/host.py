@@ -106,11 +106,7 @@ class Host:
 
 
 class InlineHost(Host):
-    """Plays in the thread that asks, one step after another: what a debugger sees.
-
-    Args:
-        setup: of its episodes.
-    """
+    """Plays in the thread that asks, one step after another: what a debugger sees."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -125,11 +121,7 @@ class InlineHost(Host):
 
 
 class SlotsHost(Host):
-    """A host whose slots have threads, here or in another process.
-
-    Args:
-        setup: of its episodes.
-    """
+    """A host whose slots have threads, here or in another process."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -177,11 +169,7 @@ class SlotsHost(Host):
 
 
 class ThreadHost(SlotsHost):
-    """Plays each slot in a thread of this process; those of a host that is lost are left behind.
-
-    Args:
-        setup: of its episodes.
-    """
+    """Plays each slot in a thread of this process; those of a host that is lost are left behind."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

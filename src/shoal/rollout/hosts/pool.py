@@ -47,22 +47,10 @@ class VectorHost(Host):
     """Plays each episode in the env of its index, modulo their number, once that is free.
 
     Messages of one turn of the loop become one step.
-
-    Args:
-        pool: the envs.
-        n_envs: how many.
-        roles: what the agent knows of each kind of env.
-        prompter: makes the prompts.
-        env_retries: times an episode starts again after its env failed.
     """
 
     def __init__(
-        self,
-        pool: EnvPool,
-        n_envs: int,
-        roles: Mapping[str, Role],
-        prompter: Prompter,
-        env_retries: int,
+        self, pool: EnvPool, n_envs: int, roles: Mapping[str, Role], prompter: Prompter, env_retries: int
     ) -> None:
         super().__init__()
         self._pool, self._n_envs, self._roles = pool, n_envs, roles

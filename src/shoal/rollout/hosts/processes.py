@@ -50,13 +50,7 @@ START_SECONDS = 120.0
 
 # --- the driver's side
 class PipeHost(SlotsHost):
-    """A host at the other end of a connection of multiprocessing.
-
-    Args:
-        setup: of its episodes.
-        streams: of the connection.
-        process: the process of its own, which ends with it; None where another program runs it.
-    """
+    """A host at the other end of a connection; `process` is that of its own, if it has one, and ends with it."""
 
     name = "a worker process"
 
@@ -106,12 +100,7 @@ class PipeHost(SlotsHost):
 
 
 class ProcessHosts(Hosts):
-    """Hosts in processes, started when first needed and kept for the next rollout.
-
-    Args:
-        setup: of their episodes.
-        count: how many.
-    """
+    """Hosts in processes, started when first needed and kept for the next rollout."""
 
     def __init__(self, setup: Setup, count: int) -> None:
         super().__init__(count=count)
@@ -136,11 +125,6 @@ class JoblibHosts(ProcessHosts):
     """Tasks of a `joblib.Parallel`, which runs in a side thread and whose tasks connect from wherever they are.
 
     Each is started once a rollout; a process of its own takes the place of one that is lost or does not connect.
-
-    Args:
-        setup: of their episodes.
-        count: how many tasks.
-        backend: joblib's name of it.
     """
 
     def __init__(self, setup: Setup, count: int, backend: str) -> None:
@@ -155,9 +139,8 @@ class JoblibHosts(ProcessHosts):
     async def _start(self, number: int) -> Host:
         async with self._beginning:
             tasks = self._tasks = self._tasks or await self._begin()
-        if number not in self._wanted:  # a spare host, or a second one of that number
+        if number >= self.count or number in self._hosts:  # a spare host, or a second one of that number
             return await super()._start(number)
-        self._wanted.discard(number)
         connecting = asyncio.ensure_future(self._connected.get())
         waiting: list[asyncio.Future[Any]] = [connecting, tasks]
         try:
@@ -175,7 +158,7 @@ class JoblibHosts(ProcessHosts):
 
     async def _begin(self) -> asyncio.Future[None]:
         """Start the tasks, which connect to a socket in a folder of this user's own."""
-        self._wanted, self._connected = set(range(self.count)), asyncio.Queue[Streams]()
+        self._connected = asyncio.Queue[Streams]()
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         self._writers: list[asyncio.StreamWriter] = []
         path = f"{self._folder.name}/hosts"

@@ -25,7 +25,6 @@ class _Actor:
 
     def __init__(self, setup: bytes) -> None:
         self._setup = unpickled(setup)
-
         self._host: ThreadHost | None = None
 
     async def tell(self, data: bytes) -> bytes:
@@ -73,11 +72,6 @@ class RayHosts(ProcessHosts):
 
     A process of this machine takes the place of one that cannot be started, or of a spare one for which there is no
     room.
-
-    Args:
-        setup: of their episodes.
-        count: how many.
-        options: of each actor: `num_cpus`, `resources`, `runtime_env`, …
     """
 
     def __init__(self, setup: Setup, count: int, options: dict[str, Any]) -> None:

@@ -13,9 +13,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,15 +28,13 @@ from shoal.core.files import append_line, whole_lines
 from shoal.core.workers import describe_exit
 from shoal.envs.actions import last_tag
 from shoal.envs.catalogue import function_named
-from shoal.rollout.functions import FunctionProcesses, ProgramFailedError
+from shoal.rollout.functions import FunctionProcesses, ProgramFailedError, serve_command
 from shoal.rollout.prompts import fill
 from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
 from shoal.samplers.asking import RetryPolicy
 from shoal.samplers.servers.http import HttpClient
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
-MOST_OUTPUT = 1 << 20
-"""Bytes at the end of a command's output in which its last line is looked for."""
 
 
 class Scored(NamedTuple):
@@ -153,8 +148,7 @@ class CommandScorer:
 
     def __init__(self, config: RewardConfig, answers: Answers) -> None:
         self._config, self._answers = config, answers
-        words = [sys.executable if word == "{python}" else word for word in config.command]
-        self._processes = FunctionProcesses(serve_command, (words,))
+        self._processes = FunctionProcesses(serve_command, (config.command,))
         self._free = asyncio.Semaphore(config.concurrency)
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
@@ -167,7 +161,10 @@ class CommandScorer:
         for _ in range(self._config.retries + 1):
             try:
                 async with self._free:
-                    (output,) = await self._processes.ask(given, self._config.timeout)
+                    status, output, errors = await self._processes.ask([given, {}], self._config.timeout)
+                if status:
+                    last = errors or "nothing on standard error"
+                    raise ProgramFailedError(f"the command {describe_exit(status)}: {last[:300]}")
                 scores = numbers_of(json.loads(output), len(episodes))
                 if all(scored.value is not None or scored.abstains for scored in scores):
                     self._answers.add(key, output)
@@ -184,30 +181,6 @@ class CommandScorer:
     def close(self) -> None:
         """End the worker processes."""
         self._processes.end()
-
-
-def serve_command(pipe: Any, words: Sequence[str]) -> None:
-    """Be the process: run the command on each text, and answer `[last line]`, or with what failed as `{how: text}`."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            given = json.loads(pipe.recv_bytes())
-            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-                answer: Any
-                try:
-                    done = subprocess.run(words, input=f"{given}\n".encode(), stdout=output, stderr=errors)
-                    answer = [_last_line(output)]
-                    if done.returncode:
-                        last = _last_line(errors) or "nothing on standard error"
-                        answer = {"fault": f"the command {describe_exit(done.returncode)}: {last[:300]}"}
-                except OSError as error:
-                    answer = {"fault": f"{words[0]} cannot be started: {error}"}
-            pipe.send_bytes(json.dumps(answer).encode())
-
-
-def _last_line(file: Any) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
-    text: str = file.read().decode(errors="replace").strip()
-    return (text.splitlines() or [""])[-1]
 
 
 def as_json(episode: Trajectory) -> dict[str, Any]:

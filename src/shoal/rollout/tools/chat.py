@@ -90,7 +90,8 @@ class ToolChat:
         if self._template is not None:
             return self._template.messages([use.shown for use in uses])
         if self._tiny:
-            return [{"role": "user", "content": "".join(map(_short_result, uses))}]
+            short = "".join(f"<tool_response>{use.shown}</tool_response>" for use in uses)
+            return [{"role": "user", "content": short}]
         return [{"role": "user", "content": "\n".join(written_result(use.shown) for use in uses)}]
 
     # --- answers
@@ -152,10 +153,6 @@ _CLOSING = "}}</tool_call>"
 
 def _opening(name: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{'
-
-
-def _short_result(use: ToolUse) -> str:
-    return f"<tool_response>{use.shown}</tool_response>"
 
 
 def _signature(tool: Tool) -> str:

@@ -70,11 +70,7 @@ class ToolsFailedError(EnvError):
 
 
 class McpServer:
-    """One server; all methods are called in one event loop.
-
-    Args:
-        config: which.
-    """
+    """One server; all methods are called in one event loop."""
 
     def __init__(self, config: McpConfig) -> None:
         with needs_extra("MCP servers as tools", "tools"):
