@@ -29,7 +29,6 @@ from shoal.train.agent.config import Lora
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy
 from shoal.train.agent.policies.policy import Policy, weights_sha256
 
-KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
 _NAME = "default"
 _OLD_NAME = ".is_gradient_checkpointing"
@@ -94,7 +93,7 @@ class LoraPolicy(HuggingFacePolicy):
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
         frozen = next(p for p in self.module.parameters() if not p.requires_grad)
-        described = {"engine": KIND, "dtype": str(frozen.dtype).removeprefix("torch.")}
+        described = {"engine": "huggingface-lora", "dtype": str(frozen.dtype).removeprefix("torch.")}
         described |= {"base": self.base, "base_sha256": self.base_sha256}
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
         self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
