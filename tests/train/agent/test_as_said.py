@@ -40,16 +40,6 @@ def train(folder, *overrides, rewards=None):
         return list(trainer.train()), trainer
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    engine = make_engine()
-    engine.model.config.max_position_embeddings = 2000
-    engine.model.save_pretrained(folder)
-    engine.tokenizer.tokenizer.save_pretrained(folder)
-    return folder
-
-
 # --- advantages
 def test_the_advantages_that_are_kept_are_those_that_entered_the_loss(tmp_path):
     """With the share of the groups that differ in them: here from the rewards on disk, by hand."""

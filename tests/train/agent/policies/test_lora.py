@@ -40,16 +40,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    model = make_engine().model
-    model.config.max_position_embeddings = 2000
-    model.save_pretrained(folder)
-    make_engine().tokenizer.tokenizer.save_pretrained(folder)
-    return folder
-
-
 def run(base, folder, *overrides):
     config = compose_config(
         "base", [*SETTINGS, "seed=2", f"engine.model={base}", f"run_dir={folder}", *overrides]

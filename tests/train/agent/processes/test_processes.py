@@ -86,15 +86,6 @@ def same_weights(one, two, atol, parts=("engine", "critic")):
         np.testing.assert_allclose(second[name], first[name], atol=atol, err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    done = launch(folder, 1, "trainer.iterations=3")
-    assert done.returncode == 0, done.stderr
-    assert rows_of(folder)[-1]["gradient_steps"] > 1
-    return folder
-
-
 @pytest.mark.parametrize("sharding", ["none", "full"])
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
