@@ -182,10 +182,7 @@ def _kl(logprobs: Floats, reference: Floats, estimator: KLEstimator) -> Floats:
 def kl_coef(algorithm: Algorithm, sampled: Sequence[Floats], reference: Sequence[Floats]) -> float:
     """The coefficient of the KL penalty in an update: with `kl.target` it grows with the square of the KL.
 
-    Args:
-        algorithm: whose `kl` is read.
-        sampled: log-probabilities of all tokens as they were sampled.
-        reference: those of the same tokens under the reference.
+    It is that of log-probabilities as they were `sampled`, and of the same tokens under the `reference`.
     """
     if algorithm.kl.target is None:
         return algorithm.kl.coef

@@ -81,13 +81,7 @@ def finished_iterations(config: AgentConfig) -> int:
 
 
 class Records:
-    """Writes the run folder.
-
-    Args:
-        config: of the run.
-        on_event: called at durable moments.
-        writes: False makes every method that writes do nothing (further processes of one run).
-    """
+    """Writes the run folder; of several processes of a run the first `writes`, and the others do nothing here."""
 
     def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
         self._config = config
@@ -140,9 +134,7 @@ class Records:
     def report(self, row: dict[str, Any], rejected: Rejected | None = None) -> None:
         """Add a row of metrics, and warn of what it shows; at an evaluation, draw the curves if that is long ago.
 
-        Args:
-            row: of one iteration; the clocks of the run are added to it.
-            rejected: an answer of this iteration without a valid action.
+        The clocks of the run are added to the row; `rejected` is an answer of its iteration without a valid action.
         """
         if not self._writes:
             return
