@@ -124,18 +124,6 @@ def test_the_threads_of_the_engine_are_those_of_the_run_and_the_callers_come_bac
     assert seen == {1}
 
 
-def test_one_seed_gives_the_same_weights_whatever_the_caller_set(tmp_path):
-    found, before = set(), torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            _, trainer = train(tmp_path / str(count), "trainer.iterations=2")
-            found.add(weights_sha256(trainer.policy.module))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
-
-
 def test_a_run_goes_on_with_a_lower_rate_and_says_so(tmp_path, caplog):
     train(tmp_path, "trainer.iterations=2")
     with caplog.at_level(logging.WARNING):

@@ -287,21 +287,40 @@ def test_errors_of_a_critic_need_not_be_blown_up_where_every_episode_succeeds(
 
 
 # --- losses
-@pytest.mark.parametrize(
-    "gives",
-    [
-        lambda played: [np.zeros(1) for _ in played.trajectories],
-        lambda played: [math.nan for _ in played.trajectories],
-        lambda played: [[0.0] * (len(t.turns) + 1) for t in played.trajectories],
-        lambda played: [1e39 for _ in played.trajectories],
-    ],
-)
-def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives, monkeypatch):
-    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(gives))
+def of_played(algorithm):
     turn = Exchange("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
     pair = [trajectory_of("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
-    with pytest.raises(ValueError, match="adv_estimator=mine must give"):
-        turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
+    turn_advantages(pair, algorithm, AgentProxy())
+
+
+def of_values(algorithm):
+    turn = Exchange("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    one = [trajectory_of("lake", 0, 0, 0, 0, (turn,), True, True, False)]
+    critic_advantages(one, [[np.zeros(2)]], algorithm, AgentProxy())
+
+
+def of_logprobs(algorithm):
+    teacher_advantages([[np.zeros(2)]], [[np.zeros(2)]], algorithm)
+
+
+@pytest.mark.parametrize(
+    ("compute", "gives"),
+    [
+        (of_played, lambda played: [np.zeros(1) for _ in played.trajectories]),
+        (of_played, lambda played: [math.nan for _ in played.trajectories]),
+        (of_played, lambda played: [[0.0] * (len(t.turns) + 1) for t in played.trajectories]),
+        (of_played, lambda played: [1e39 for _ in played.trajectories]),
+        (of_values, lambda rewards, values, _: ([known[:1] for known in values], values)),
+        (of_values, lambda rewards, values, _: ([known * math.nan for known in values], values)),
+        (of_logprobs, lambda ours, theirs: np.sum(theirs - ours)),
+        (of_logprobs, lambda ours, theirs: (theirs - ours)[:1]),
+        (of_logprobs, lambda ours, theirs: ours * math.nan),
+    ],
+)
+def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(compute, gives, monkeypatch):
+    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(gives))
+    with pytest.raises(ValueError, match="adv_estimator=mine must give one finite number"):
+        compute(Algorithm(adv_estimator="mine"))
 
 
 def test_an_estimator_cannot_change_whose_advantages_are_whose(monkeypatch):
@@ -332,28 +351,6 @@ def test_an_estimator_may_use_its_memory_again_for_the_next_episode_or_turn(monk
     assert np.concatenate([*taught[0], *taught[1]]).tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
     _, targets = critic_advantages(several, known, Algorithm(adv_estimator="critical"), AgentProxy())
     assert [turns[0].tolist() for turns in targets] == [[0, 0], [1, 1]]
-
-
-@pytest.mark.parametrize("gives", [lambda known: known[:1], lambda known: known * math.nan])
-def test_an_estimator_with_a_critic_that_gives_something_else_is_named(gives, monkeypatch):
-    def mine(rewards, values, algorithm):
-        return [gives(known) for known in values], values
-
-    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(mine, needs="critic"))
-    turn = Exchange("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
-    one = [trajectory_of("lake", 0, 0, 0, 0, (turn,), True, True, False)]
-    with pytest.raises(ValueError, match="adv_estimator=mine must give one finite number"):
-        critic_advantages(one, [[np.zeros(2)]], Algorithm(adv_estimator="mine"), AgentProxy())
-
-
-@pytest.mark.parametrize("gives", [np.sum, lambda gap: gap[:1], lambda gap: gap / 0.0])
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_an_estimator_with_a_teacher_that_gives_something_else_is_named(gives, monkeypatch):
-    mine = Estimator(lambda ours, theirs: gives(theirs - ours), needs="teacher")
-    monkeypatch.setitem(ESTIMATORS._items, "mine", mine)
-    known = [[np.zeros(2)]]
-    with pytest.raises(ValueError, match="adv_estimator=mine must give one finite number"):
-        teacher_advantages(known, known, Algorithm(adv_estimator="mine"))
 
 
 @pytest.mark.parametrize(

@@ -126,15 +126,6 @@ def test_a_device_is_for_models_that_run_here(server, capsys, tmp_path):
     assert "meta" in capsys.readouterr().err
 
 
-def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
-    folder = tmp_path / "model"
-    write_tiny_model(folder)
-    options = ["--env", "bandit", "--episodes", "4", "--max-tokens", "4", "--json"]
-    assert main(["eval", str(folder), *options]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert result["episodes"] == 4
-
-
 # --- panels
 PANEL = ["--panel", "core", "--episodes", "2", "--json"]
 
