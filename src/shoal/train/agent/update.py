@@ -25,7 +25,6 @@ from shoal.train.agent.algorithms.losses import (
     KLEstimator,
     Tokens,
     aggregation_weights,
-    entropy_bonus,
     kl_penalty,
     policy_losses,
     ratio_of,
@@ -302,12 +301,15 @@ def update(
 
 
 def _entropy_coef(algorithm: Algorithm, entropy: float | None, has_signal: bool) -> float:
-    """The coefficient of the entropy bonus in an update.
+    """The coefficient of the entropy bonus in an update after answers of this `entropy`, in nats a token.
 
-    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
+    With a target it falls evenly from `entropy_coef` at 0 nats to 0 there: the bonus keeps a policy from becoming
+    deterministic and never makes it more random than that. Skywork-OR1 (arXiv:2505.22312) also pays it below a target
+    only, and moves the coefficient by fixed steps instead. Without a target there is none where no rewards differ:
+    alone it would make the policy ever more random.
     """
     if entropy is not None and algorithm.entropy_target is not None:
-        return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+        return algorithm.entropy_coef * max(0.0, 1 - entropy / algorithm.entropy_target)
     return algorithm.entropy_coef if has_signal else 0.0
 
 

@@ -142,7 +142,10 @@ class Records:
         self.folder.append_metrics(row)
         self._rows.append(finite(row))
         self._judge(rejected)
-        self._warn()
+        for advice in self._advice:  # each cause once
+            if advice.title not in self._warned:
+                self._warned.add(advice.title)
+                logger.warning("iteration %d: %s. %s", row["iteration"], advice.title, advice.text)
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
         self._is_drawn = self._is_drawn and "heldout_success" not in row
@@ -154,13 +157,6 @@ class Records:
         run = shlex.quote(str(self._config.run_dir or DEFAULT_FOLDER))
         found = advise(self._rows, self._settings, rejected, run)
         self._advice = [advice for advice in found if advice.level == "bad"]
-
-    def _warn(self) -> None:
-        """Log what keeps the run from learning, each cause once."""
-        for advice in self._advice:
-            if advice.title not in self._warned:
-                self._warned.add(advice.title)
-                logger.warning("iteration %d: %s. %s", self._rows[-1]["iteration"], advice.title, advice.text)
 
     def _draw(self) -> None:
         if not self._is_drawn:
