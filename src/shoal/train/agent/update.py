@@ -232,11 +232,7 @@ def advantages_of(
 ) -> list[list[list[float]] | None]:
     """What `prepare_samples` found, by episode and turn, one number a token; None where nothing was learned from.
 
-    Args:
-        played: all episodes.
-        learned: those of them that `prepare_samples` was given.
-        samples: what it made of them.
-        learner: that it was given.
+    Of all that was `played` it was given what is `learned`, and made `samples` of it.
     """
     overlong, closing = learner.algorithm.overlong_filter, learner.proxy.prompt.closing
     trained = [t for t in learned if samples and not (overlong and was_cut(t, closing))]

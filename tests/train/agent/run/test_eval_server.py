@@ -25,11 +25,9 @@ def one_thread(monkeypatch):
 
 @pytest.fixture
 def server():
-    server = FakeServer("openai")
-    server.change = pull_the_dragon
-    yield server
-    server.shutdown()
-    server.server_close()
+    with FakeServer("openai") as server:
+        server.change = pull_the_dragon
+        yield server
 
 
 def pull_the_dragon(reply):

@@ -32,11 +32,9 @@ SMALL = [
 
 @pytest.fixture
 def server():
-    made = FakeServer("openai")
-    made.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
-    yield made
-    made.shutdown()
-    made.server_close()
+    with FakeServer("openai") as made:
+        made.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
+        yield made
 
 
 def rewards(server):
@@ -71,7 +69,6 @@ def test_a_judged_run_resumes_and_replays_the_same_when_its_server_is_gone(tmp_p
     again.mkdir()
     shutil.copy(tmp_path / "whole" / "answers.jsonl", again)
     asked = len(server.seen)
-    server.shutdown()
     server.server_close()
     assert train(tmp_path / "part", rewards(server), "resume=true")[1] == whole
     assert train(again, rewards(server))[1] == whole
@@ -95,7 +92,6 @@ def test_what_was_judged_before_an_interruption_is_not_asked_again(tmp_path, ser
         assert [row["iteration"] for row in itertools.islice(trainer.train(), 3)] == [0, 1, 2]
     assert not (tmp_path / "run" / "summary.json").exists()
     asked = len(server.seen)
-    server.shutdown()
     server.server_close()
     again = train(tmp_path / "run", rewards(server), often, "resume=true")[1]
     assert again == straight
