@@ -137,9 +137,8 @@ def refuse_without_signal(config: AgentConfig) -> None:
     """
     groups, algorithm, proxy = config.es_manager.train, config.algorithm, config.agent_proxy
     sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
-    if (
-        sampling.restricted and algorithm.rollout_correction.method == "none"
-    ):  # ratios compare with the whole policy
+    # ratios compare with the policy, which is not what was sampled from where tokens are left out
+    if sampling.restricted and algorithm.rollout_correction.method == "none":
         limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
         given = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
         raise ConfigError(
