@@ -87,7 +87,7 @@ def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel):
         return [0.0] * len(episodes)
 
     workers = [f"agent_proxy.use_parallel_rollout={parallel}", "agent_proxy.parallel.backend=serial"]
-    small = [*SMALL, "trainer.iterations=1", "es_manager.train.env_groups=2", "warmup.steps=3"]
+    small = [*SMALL, "trainer.iterations=1", "es_manager.train.env_groups=2", "use_parallel_envs=false"]
     config = compose_config("demo", [*small, *workers, f"run_dir={tmp_path}"])
     with AgentTrainer(config, rewards=[looked]) as trainer:
         assert trainer.doing() == "starting"
