@@ -1,7 +1,6 @@
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from shoal.envs.text import Outcome
 from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.run import records
 from shoal.train.agent.run.checkpoint import list_checkpoints
+from shoal.train.agent.supervised.warmup import warm_up
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.checkpoints import checkpoint_of
 
@@ -78,26 +78,56 @@ def calm(calm_folder):
     return rows, weights
 
 
-@pytest.mark.parametrize("parallel", ["false", "true"])
-def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel):
+@pytest.mark.parametrize("parallel", [False, True])
+def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel, monkeypatch):
     told = []
 
-    def looked(episodes):
-        told.append(trainer.doing())
-        return [0.0] * len(episodes)
-
-    workers = [f"agent_proxy.use_parallel_rollout={parallel}", "agent_proxy.parallel.backend=serial"]
-    small = [*SMALL, "trainer.iterations=1", "es_manager.train.env_groups=2", "use_parallel_envs=false"]
-    config = compose_config("demo", [*small, *workers, f"run_dir={tmp_path}"])
-    with AgentTrainer(config, rewards=[looked]) as trainer:
-        assert trainer.doing() == "starting"
-        for _ in trainer.train():
+    def warming(*args, **settings):
+        for loss in warm_up(*args, **settings):
             told.append(trainer.doing())
-    evaluated = [r"evaluation, \d of 3 episodes played"] * 3 + ["writing a checkpoint"]
-    wanted = [*evaluated, *[r"iteration 1, \d+ of 16 episodes played"] * 2, *evaluated]
-    assert len(told) == len(wanted)
-    for said, pattern in zip(told, wanted, strict=True):
-        assert re.fullmatch(pattern, said)
+            yield loss
+
+    monkeypatch.setattr("shoal.train.agent.trainer.warm_up", warming)
+
+    class Watched(AgentTrainer):
+        def _make_collector(self, which, seed):
+            made = super()._make_collector(which, seed)
+            playing = made.collector.collect
+
+            def collect(*args, **kwargs):
+                told.append(self.doing())
+                played = playing(*args, **kwargs)
+                told.append(self.doing())
+                return played
+
+            made.collector.collect = collect
+            return made
+
+        def _save(self, *, best=False):
+            super()._save(best=best)
+            told.append(self.doing())
+
+    small = [*SMALL, "trainer.iterations=1", "es_manager.train.env_groups=2", "warmup.steps=3"]
+    workers = (
+        ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"] if parallel else []
+    )
+    with Watched(compose_config("demo", [*small, *workers, f"run_dir={tmp_path}"])) as trainer:
+        told.append(trainer.doing())
+        rows = trainer.train()
+        next(rows)
+        list(rows)
+    assert told == [
+        "starting",
+        *(f"warm-up, {done} of 3 steps" for done in range(3)),
+        "evaluation, 0 of 0 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "writing a checkpoint",
+        "iteration 1, 0 of 0 episodes played",
+        "iteration 1, 16 of 16 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "writing a checkpoint",
+    ]
 
 
 @pytest.fixture
