@@ -1,4 +1,9 @@
-"""The settings of TRL and verl, beside the settings of shoal that do the same; the docs' table is made of it."""
+"""The settings of TRL and verl, beside the settings of shoal that do the same; the docs' table is made of it.
+
+Defaults are those of TRL's grpo_config.py and of verl's ppo_trainer.yaml and actor.yaml in July 2026. Of TRL,
+lr_scheduler_type, weight_decay, max_grad_norm, max_steps, save_steps, eval_steps and report_to are those of
+transformers.TrainingArguments, and peft_config is an argument of the trainer.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def write(_rows: Any, path: Path, *_: Any) -> None:
         path.write_bytes(b"")
 
-    for module, name in (("train.agent.records", "write_curves"), ("train.ppo.run", "write_ppo_curves")):
+    for module, name in (("train.agent.run.records", "write_curves"), ("train.ppo.run", "write_ppo_curves")):
         if f"shoal.{module}" in sys.modules and "drawn" not in request.fixturenames:
             monkeypatch.setattr(sys.modules[f"shoal.{module}"], name, write)
 

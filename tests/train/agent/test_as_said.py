@@ -40,16 +40,6 @@ def train(folder, *overrides, rewards=None):
         return list(trainer.train()), trainer
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    engine = make_engine()
-    engine.model.config.max_position_embeddings = 2000
-    engine.model.save_pretrained(folder)
-    engine.tokenizer.tokenizer.save_pretrained(folder)
-    return folder
-
-
 # --- advantages
 def test_the_advantages_that_are_kept_are_those_that_entered_the_loss(tmp_path):
     """With the share of the groups that differ in them: here from the rewards on disk, by hand."""
@@ -132,18 +122,6 @@ def test_the_threads_of_the_engine_are_those_of_the_run_and_the_callers_come_bac
         torch.set_num_threads(before)
         LOSSES._items.pop("test_threads")
     assert seen == {1}
-
-
-def test_one_seed_gives_the_same_weights_whatever_the_caller_set(tmp_path):
-    found, before = set(), torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            _, trainer = train(tmp_path / str(count), "trainer.iterations=2")
-            found.add(weights_sha256(trainer.policy.module))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
 
 
 def test_a_run_goes_on_with_a_lower_rate_and_says_so(tmp_path, caplog):

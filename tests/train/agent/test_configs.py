@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tests.envs.tool_server import served
-from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError
@@ -49,13 +48,6 @@ SMALL = [
 ENVS = names()  # before other tests register theirs
 shipped = functools.cache(compose_config)
 NEEDS = {name: name for name in ("reasoning_gym", "textarena", "textworld", "gem", "aviary", "pettingzoo")}
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "small"
-    write_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture

@@ -27,16 +27,6 @@ QUICK = [
 ]  # fmt: skip
 
 
-def test_groups_of_one_return_are_left_out_where_that_is_said_or_further_groups_are_played():
-    def filters(*overrides):
-        return compose_config("demo", overrides).algorithm.filter_groups.enable
-
-    assert not filters()
-    assert filters("algorithm.filter_groups.enable=true")
-    assert filters("algorithm.filter_groups.max_num_gen_batches=2")
-    assert filters("algorithm=dapo")
-
-
 def test_an_unknown_name_is_an_error_that_names_the_nearest():
     with pytest.raises(ConfigError, match="grpo"):
         compose_config("demo", ["algorithm.adv_estimator=grpoo"])

@@ -295,7 +295,7 @@ def test_a_checkpoint_that_is_half_removed_is_not_the_way_out_of_a_damaged_one(f
     *_, whole, half, newest = list_checkpoints(finished / "checkpoints")
     (half / "state.json").unlink()  # by a run that was killed
     (newest / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=f"altered.*; remove {newest} and {half} to go on from {whole.name}$"):
+    with pytest.raises(DataError, match=f"altered.*; remove what is newer to go on from {whole.name}$"):
         train(finished, "resume=true")
     shutil.rmtree(whole)
     with pytest.raises(DataError, match=r"altered or truncated: its sha256 is not that of .*manifest.json$"):
@@ -341,9 +341,6 @@ def test_the_bandit_is_learned(tmp_path):
     [
         ("algorithm.gama=1", "unknown key 'algorithm.gama'. Did you mean 'algorithm.gamma'"),
         ("algoritm.gamma=1", "unknown key 'algoritm'. Did you mean 'algorithm'"),
-        ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
-        ("algorithm.adv_estimator=ppo2", "no advantage named 'ppo2'"),
-        ("trainer.iterations=0", "iterations must be at least 1, got 0"),
         ("algorithm.epochs=${sed}", "^Interpolation key 'sed' not found"),
     ],
 )
@@ -378,16 +375,10 @@ class HalfHopeless(FrozenLakeEnv):
 def test_nothing_is_rehearsed_while_the_critic_learns_alone(tmp_path):
     rows, _ = train(
         tmp_path, "algorithm.adv_estimator=gae", "algorithm.critic.warmup=1", "trainer.iterations=2",
-        "warmup.rehearsal=1", "agent_proxy.temperature=0.1", "use_parallel_envs=false", "trainer.keep_checkpoints=9",
+        "warmup.rehearsal=1", "agent_proxy.temperature=0.1", "use_parallel_envs=false",
         "custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_trainer:HalfHopeless",
     )  # fmt: skip
     assert ["rehearsal_loss" in row for row in rows] == [False, False, True]
-    start, warmed, learned = (
-        load_file(folder / "engine" / "model.safetensors")
-        for folder in list_checkpoints(tmp_path / "checkpoints")
-    )
-    assert all((start[name] == warmed[name]).all() for name in start)
-    assert any((start[name] != learned[name]).any() for name in start)
 
 
 def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
@@ -411,21 +402,6 @@ def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
     of_policy, moments = len(policies[0]), load_file(folders[2] / "optimizer.safetensors")
     assert moments  # of the critic, whose parameters stand behind the policy's
     assert all(int(name.split(".")[0]) >= of_policy for name in moments)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (["algorithm.critic.warmup=-1"], "warmup must"),
-        (
-            ["algorithm.critic.warmup=2"],
-            "warmup=2 has no effect with adv_estimator=grpo, which has no critic",
-        ),
-    ],
-)
-def test_a_warm_up_of_the_critic_that_cannot_be_is_refused(settings, reason):
-    with pytest.raises(ConfigError, match=reason):
-        compose_config("demo", settings)
 
 
 @pytest.mark.parametrize(("iterations", "told"), [(3, True), (4, False)])

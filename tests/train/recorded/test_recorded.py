@@ -173,21 +173,6 @@ def test_the_steps_of_a_pass_are_of_nearly_equal_size(processor, batch):
     assert len(rows) == 3
 
 
-def test_gradients_of_bfloat16_weights_are_summed_in_float32(processor, tmp_path):
-    """Equal samples, each a pass of its own: their gradients add up to that of one."""
-    sample = recorded_samples(text_batch(processor.tokenizer, tmp_path).samples()[:1], "supervised")
-    norms = []
-    for count in (1, 128):
-        model = tiny_model(
-            len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1
-        ).bfloat16()
-        config = RecordedTraining(minibatch_size=count, batching="padded", micro_batch_tokens=1)
-        norms.append(
-            RecordedTrainer(model, sample * count, config, 0).gradient_step(sample * count)["grad_norm"]
-        )
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-
-
 def test_advantages_compare_recordings_of_one_task_each_once(batch):
     found = batch.samples()
     for sample in found:
@@ -364,6 +349,10 @@ def test_a_run_does_not_go_on_with_other_settings_or_samples(model, batch, tmp_p
         ({"batching": "pack"}, "batching must be"),
         ({"checkpoint_every": -1}, "checkpoint_every must be 0 or positive"),
         ({"weight_decay": -0.1}, "weight_decay must be 0 or positive"),
+        ({"weight_decay": float("nan")}, "weight_decay must be"),
+        ({"clip_ratio_high": -1.0}, "clip_ratio_high must be 0 or positive"),
+        ({"policy_loss": "gspo"}, "policy_loss=gspo has no effect with objective=supervised"),
+        ({"objective": "grpo", "policy_loss": "gpso"}, "no policy loss named 'gpso'"),
     ],
 )
 def test_settings_without_effect_or_meaning_are_refused(settings, message):
@@ -376,14 +365,6 @@ def test_a_step_reads_the_settings_that_are_given():
     algorithm = own.algorithm()
     assert (algorithm.policy_loss, algorithm.clip_ratio_low, algorithm.clip_ratio_high) == ("gspo", 0.1, 0.2)
     assert (algorithm.loss_aggregation, algorithm.kl.coef) == ("token_mean", 0.0)
-    for wrong in (
-        {"policy_loss": "gspo"},
-        {"objective": "grpo", "policy_loss": "gpso"},
-        {"weight_decay": float("nan")},
-        {"clip_ratio_high": -1.0},
-    ):
-        with pytest.raises(ConfigError):
-            RecordedTraining(**wrong)
 
 
 def run_cli(*words):

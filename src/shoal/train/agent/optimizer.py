@@ -23,11 +23,7 @@ class MasterAdamW(AdamW):
     """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
 
     A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
-    parameters are their own masters.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
-        weight_decay: of all groups.
+    parameters are their own masters. Groups are those of `torch.optim.AdamW`, each with `params` and `lr`.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:

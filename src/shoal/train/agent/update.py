@@ -25,7 +25,6 @@ from shoal.train.agent.algorithms.losses import (
     KLEstimator,
     Tokens,
     aggregation_weights,
-    entropy_bonus,
     kl_penalty,
     policy_losses,
     ratio_of,
@@ -182,10 +181,7 @@ def _kl(logprobs: Floats, reference: Floats, estimator: KLEstimator) -> Floats:
 def kl_coef(algorithm: Algorithm, sampled: Sequence[Floats], reference: Sequence[Floats]) -> float:
     """The coefficient of the KL penalty in an update: with `kl.target` it grows with the square of the KL.
 
-    Args:
-        algorithm: whose `kl` is read.
-        sampled: log-probabilities of all tokens as they were sampled.
-        reference: those of the same tokens under the reference.
+    It is that of log-probabilities as they were `sampled`, and of the same tokens under the `reference`.
     """
     if algorithm.kl.target is None:
         return algorithm.kl.coef
@@ -236,11 +232,7 @@ def advantages_of(
 ) -> list[list[list[float]] | None]:
     """What `prepare_samples` found, by episode and turn, one number a token; None where nothing was learned from.
 
-    Args:
-        played: all episodes.
-        learned: those of them that `prepare_samples` was given.
-        samples: what it made of them.
-        learner: that it was given.
+    Of all that was `played` it was given what is `learned`, and made `samples` of it.
     """
     overlong, closing = learner.algorithm.overlong_filter, learner.proxy.prompt.closing
     trained = [t for t in learned if samples and not (overlong and was_cut(t, closing))]
@@ -305,12 +297,15 @@ def update(
 
 
 def _entropy_coef(algorithm: Algorithm, entropy: float | None, has_signal: bool) -> float:
-    """The coefficient of the entropy bonus in an update.
+    """The coefficient of the entropy bonus in an update after answers of this `entropy`, in nats a token.
 
-    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
+    With a target it falls evenly from `entropy_coef` at 0 nats to 0 there: the bonus keeps a policy from becoming
+    deterministic and never makes it more random than that. Skywork-OR1 (arXiv:2505.22312) also pays it below a target
+    only, and moves the coefficient by fixed steps instead. Without a target there is none where no rewards differ:
+    alone it would make the policy ever more random.
     """
     if entropy is not None and algorithm.entropy_target is not None:
-        return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+        return algorithm.entropy_coef * max(0.0, 1 - entropy / algorithm.entropy_target)
     return algorithm.entropy_coef if has_signal else 0.0
 
 

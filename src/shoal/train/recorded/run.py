@@ -21,6 +21,7 @@ from shoal.samplers.huggingface.engine import read_model
 from shoal.splitting.processors import processor_in
 from shoal.splitting.readers import reader_of
 from shoal.splitting.splitters import SPLITTERS
+from shoal.train.agent.config import check_ranges
 from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,7 @@ class RecordedConfig:
     def __post_init__(self) -> None:
         if not self.recordings:
             raise ConfigError("recordings= must name the folder or file to train on")
-        if not 0 <= self.heldout < 1:
-            raise ConfigError(f"heldout must be in [0, 1), got {self.heldout}")
-        if self.heldout_samples < 1:
-            raise ConfigError(
-                f"heldout_samples must be at least 1 (heldout=0 holds none out), got {self.heldout_samples}"
-            )
+        check_ranges(self, heldout="[0, 1)", heldout_samples="[1, inf)")
         if self.use_recorded_tokens and self.split.splitter != "stepwise":
             raise ConfigError("use_recorded_tokens needs split.splitter=stepwise")
 
@@ -105,13 +101,9 @@ def train_recorded(
     on_event: Callable[[Any], None] | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> dict[str, Any]:
-    """Split, train, and answer what is held out; gives the summary of the run.
+    """Split, train, and answer what is held out; gives the summary of the run, whose folder is `place`.
 
-    Args:
-        config: of the run.
-        place: its folder.
-        on_event: gets what is safe on disk, as of `shoal.core.run_folder.RunFolder`.
-        say: gets lines on how far it is.
+    `on_event` gets what is safe on disk, as of `shoal.core.run_folder.RunFolder`, and `say` lines on how far it is.
 
     Raises:
         ConfigError: the folder holds another run.

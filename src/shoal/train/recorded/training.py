@@ -175,14 +175,9 @@ def _advantages(samples: Sequence[Any]) -> np.ndarray:
 
 # --- the loop
 class RecordedTrainer:
-    """Trains a network on recorded samples, step by step.
+    """Trains a causal language model of transformers on `recorded_samples`, step by step.
 
-    Args:
-        model: a causal language model of transformers, with or without images.
-        samples: see `recorded_samples`.
-        config: how.
-        pad_id: fills rows up.
-        seed: of the order of samples.
+    `pad_id` fills rows up; the `seed` is that of the order of samples.
 
     Raises:
         DataError: the samples have tokens that the model does not know.

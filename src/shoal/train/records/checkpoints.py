@@ -37,10 +37,7 @@ def checkpoint_of(run: Path, which: str) -> Path:
 def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
     """What `read` makes of a whole checkpoint; once more where its run, which goes on, replaces or drops it meanwhile.
 
-    Args:
-        run: the run folder.
-        which: see `checkpoint_of`.
-        read: is given the folder, whose files are those of its manifest.
+    For `which` see `checkpoint_of`; `read` is given the folder, whose files are those of its manifest.
 
     Raises:
         DataError: there is none, or it is damaged.

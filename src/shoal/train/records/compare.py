@@ -149,21 +149,20 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
 def episodes_digest(run: Path, *, tokens_only: bool = False) -> str:
     """The sha256 of all recorded episodes of a run.
 
-    Args:
-        run: its folder.
-        tokens_only: leave log-probabilities out, which a batch of another shape may round otherwise.
+    With `tokens_only` log-probabilities are left out, which a batch of another shape may round otherwise.
     """
     digest = hashlib.sha256()
     for recording in recordings_of(run):
         digest.update(recording.name.encode())
         for trajectory in read_trajectories(recording.file):
             told = replace(trajectory, error=None)  # words of a failure tell who played it
-            digest.update(encode_trajectory(_without_logprobs(told) if tokens_only else told))
+            digest.update(encode_trajectory(with_calls(told, logprobs=()) if tokens_only else told))
     return digest.hexdigest()
 
 
-def _without_logprobs(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, calls=tuple(replace(call, logprobs=()) for call in trajectory.calls))
+def with_calls(trajectory: Trajectory, **changes: Any) -> Trajectory:
+    """The trajectory with these changes in each of its calls."""
+    return replace(trajectory, calls=tuple(replace(call, **changes) for call in trajectory.calls))
 
 
 def weights_digest(folder: Path) -> str:

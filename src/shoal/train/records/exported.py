@@ -98,12 +98,8 @@ def play_of(config: AgentConfig) -> dict[str, Any]:
     tags = sorted({*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()})
     playing = [item.name for item in fields(RolloutSettings) if item.name not in OF_THE_SPEED]
     engine = {name: values["engine"][name] for name in OF_THE_ENGINE}
-    if engine["name"] not in (
-        "tiny",
-        "huggingface",
-    ):  # which sampled for a network that was trained beside it
-        replicated = engine["name"] == "ray" and config.engine.replicas.engine == "tiny"
-        engine["name"] = "tiny" if replicated else "huggingface"
+    # the kind of the network that was trained, whatever sampled for it
+    engine["name"] = "tiny" if config.engine.played_by == "tiny" else "huggingface"
     return {
         "format": FORMAT,
         "engine": engine,

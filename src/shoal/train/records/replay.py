@@ -28,8 +28,8 @@ from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.toolbox import recorded_tools
 from shoal.samplers.asking import generate
-from shoal.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
-from shoal.train.records.compare import Difference, difference_of, same_turn
+from shoal.samplers.sampler import ChatTokenizer, Completion, Request
+from shoal.train.records.compare import Difference, difference_of, same_turn, with_calls
 from shoal.train.records.read import Recording, agent_config_of, recordings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
@@ -145,7 +145,7 @@ class Replay(Closing):
             raise ConfigError(
                 f"{found.name} was played by a program, which is not played again: shoal show has its turns"
             )
-        role = self._role(record.env)
+        role = make_roles(self.config.custom_envs, [record.env], self.config.agent_proxy.max_turn)[record.env]
         sampler, tokenizer, source = self._source(found)
         proxy = self.config.agent_proxy
         tools = ToolChat(tokenizer, self.tools, proxy.max_tool_turns) if self.tools else None
@@ -157,8 +157,8 @@ class Replay(Closing):
         if fork is not None and not 1 <= fork[0] <= max(1, len(record.turns)):
             raise ConfigError(f"{found.name} has turns 1 to {len(record.turns)}, got {fork[0]}")
         exact = fork is None and (sampler is None or self.sampler in ("auto", "checkpoint"))
-        episode = Episode(self._place(found), role, Prompter(proxy.prompt, tokenizer, tools),
-                          self._sampling(found))  # fmt: skip
+        sampling = proxy.sampling(greedy=found.recording.held_out)
+        episode = Episode(self._place(found), role, Prompter(proxy.prompt, tokenizer, tools), sampling)
         prompt = replace(proxy.prompt, **role.prompt)
         writer = _Writer(record, role, tokenizer, sampler, fork, prompt)
         env = resolve_text(*self._kind(record.env))()
@@ -217,7 +217,7 @@ class Replay(Closing):
     def _difference(self, record: Trajectory, again: Trajectory) -> Difference | None:
         """Where it first differs, of what is promised: log-probabilities only by an engine that is exact to the bit."""
         level = "L2" if self.config.engine.name == "tiny" and self.device == "cpu" else "L1"
-        one, other = _without_versions(record), _without_versions(again)
+        one, other = (with_calls(episode, weights_version=0) for episode in (record, again))
         found = difference_of(one, other, tokens_only=level != "L2")
         if record.status != "ok" and found is not None and found.what in OF_ITS_END:
             return None
@@ -238,18 +238,11 @@ class Replay(Closing):
             raise DataError(f"{self.run}/config.yaml has no env {tag!r}, which the episode was played in")
         return kinds[tag].env_type, kinds[tag].env_config
 
-    def _role(self, tag: str) -> Role:
-        self._kind(tag)
-        return make_roles(self.config.custom_envs, [tag], self.config.agent_proxy.max_turn)[tag]
-
     def _place(self, found: Found) -> EpisodeId:
         seed, record = self.config.seed, found.trajectory
         named = {"heldout": "held-out", "eval": "evaluation"}.get(found.recording.kind)
         seed = seed if named is None else derive_seed(seed, named)
         return EpisodeId(seed, record.iteration, record.group, record.member, record.env_seed)
-
-    def _sampling(self, found: Found) -> Sampling:
-        return self.config.agent_proxy.sampling(greedy=found.recording.held_out)
 
     def _source(self, found: Found) -> tuple[Any, ChatTokenizer, str]:
         """What writes the tokens (None: the record does), its tokenizer, and how it is called."""
@@ -308,7 +301,7 @@ class Replay(Closing):
         if engine.name == "openai":
             named = engine.server.tokenizer
             return ChatCodec() if named is None else load_tokenizer(named, **engine.template)
-        if engine.name == "tiny" or (engine.name == "ray" and engine.replicas.engine == "tiny"):
+        if engine.played_by == "tiny":
             return TinyTokenizer(words_of(self.config, self.tools))
         if engine.model is None:
             raise DataError(f"{self.run}/config.yaml names no model whose tokenizer could read the record")
@@ -324,10 +317,6 @@ def _recorded_uses(record: Trajectory, number: int, calls: Sequence[ToolCall]) -
             f"turn {number} calls {names}, of which the record has no result: no tool is called here"
         )
     return uses
-
-
-def _without_versions(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, calls=tuple(replace(call, weights_version=0) for call in trajectory.calls))
 
 
 class _Writer:
@@ -399,12 +388,7 @@ def _broke(record: Trajectory, episode: Episode, error: Exception) -> Difference
 
 
 def stops_in_pdb(turn: int, debugger: Any) -> Step:
-    """A step that stops, once, in the env's own code of a turn: in `_advance` of a text env, else in `step`.
-
-    Args:
-        turn: from 1.
-        debugger: a `pdb.Pdb`.
-    """
+    """A step that stops a `pdb.Pdb`, once, in the env's own code of a turn: `_advance` of a text env, or `step`."""
     stopped = False
 
     def step(number: int, env: Any, action: int | str) -> tuple[Any, Any, Any, Any, Any]:

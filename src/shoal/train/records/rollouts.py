@@ -120,12 +120,7 @@ def compare_with_sequential(
 ) -> Comparison:
     """Play the same groups sequentially, on parallel workers, and once more with a worker that is killed.
 
-    Args:
-        config: as of `record_rollout`, and so are `source`, `iteration` and `backend`.
-        source: see there.
-        iteration: see there.
-        backend: of the parallel workers.
-        begun: called with what is played next, in words.
+    Arguments are those of `record_rollout`; `begun` is called with what is played next, in words.
     """
     _refuse_taken(config, iteration)
     if (Path(str(config.run_dir)) / UNFINISHED).exists():

@@ -20,6 +20,8 @@ CONFLICTS = {
         "algorithm.rollout_correction={floor: 0.5, method: truncate}",
     ],
     "loss_constant=8.0 has no effect with loss_aggregation=sequence_mean": ["algorithm.loss_constant=8"],
+    "loss_constant=budget has no effect with": ["algorithm.loss_constant=budget"],
+    "warmup=2 has no effect with adv_estimator=grpo, which has no critic": ["algorithm.critic.warmup=2"],
     "step_advantage_weight=0.5 is read by gigpo alone": ["algorithm.step_advantage_weight=0.5"],
     "max_num_gen_batches=3 has no effect with": [
         "algorithm.filter_groups.max_num_gen_batches=3", "algorithm.filter_groups.enable=false",
@@ -56,10 +58,11 @@ def test_each_of_two_such_settings_is_fine_with_the_other_left_out(message):
 
 
 OUT_OF_RANGE = [
+    "algorithm.gamma=2", "trainer.iterations=0",
     "algorithm.clip_ratio_low=-0.1", "algorithm.clip_ratio_low=2", "algorithm.clip_ratio_high=-1",
     "algorithm.weight_decay=-1", "algorithm.entropy_coef=nan", "algorithm.kl.coef=-1",
     "algorithm.critic.gae_lambda=2", "algorithm.critic.learning_rate=0",
-    "algorithm.critic.value_clip=0", "algorithm.rollout_correction.cap=0.5",
+    "algorithm.critic.value_clip=0", "algorithm.critic.warmup=-1", "algorithm.rollout_correction.cap=0.5",
     "algorithm.filter_groups.max_num_gen_batches=0", "algorithm.learning_rate=inf",
     "agent_proxy.format_penalty=-1", "agent_proxy.temperature=-1", "agent_proxy.max_tokens=0",
     "agent_proxy.max_turn=0", "warmup.steps=-1", "warmup.batch_size=0", "warmup.learning_rate=0",

@@ -48,17 +48,6 @@ def test_graphgpo_is_grpo_and_the_step_part_and_far_states_count_as_near_ones(ex
     np.testing.assert_allclose(second, [-2 * half, -half], atol=1e-12)
 
 
-def test_bi_level_gae_by_hand(example):
-    # Two turns, values 0.1 0.3 | 0.4, rewards 0 and 1, gamma 1/2, lambda 1, token lambda 1/2.
-    # Turns, valued at their last tokens: A1 = 1 - 0.4 = 0.6; A0 = 0 + 0.5*0.4 - 0.3 + 0.5*0.6 = 0.2.
-    # Tokens of turn 0: last 0.2; first 0.3 - 0.1 + 0.5*0.2 = 0.3.
-    advantages, returns = example.bi_level_gae(
-        [0.0, 1.0], [np.array([0.1, 0.3]), np.array([0.4])], 0.5, 1.0, 0.5
-    )
-    np.testing.assert_allclose(np.concatenate(advantages), [0.3, 0.2, 0.6])
-    np.testing.assert_allclose(np.concatenate(returns), [0.4, 0.5, 1.0])
-
-
 def bi_level_over_one_row(rewards, values, gamma, gae_lambda, token_lambda):
     """RAGEN's way: one row of tokens, ends of turns marked in it, two passes from its end, the second over the first.
 

@@ -10,7 +10,7 @@ from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError
 from shoal.rollout.prompts import PromptConfig
 from shoal.samplers.registry import EngineConfig, ReplicaConfig
-from shoal.train.agent.algorithms.presets import FOLLOWS, preset_names
+from shoal.train.agent.algorithms.presets import FOLLOWS, leaves, preset_names
 from shoal.train.agent.config import (
     AgentConfig,
     AgentProxy,
@@ -33,15 +33,6 @@ NAMES = [
     "maxrl",
     "ppo",
 ]
-
-
-def leaves(values, path=""):
-    for name, value in values.items():
-        here = f"{path}.{name}" if path else name
-        if isinstance(value, dict):
-            yield from leaves(value, here)
-        else:
-            yield here, value
 
 
 def at(config, path):

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
-from shoal.train.agent.algorithms.advantages import turn_advantages
 from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.policy import Critic
-from shoal.train.agent.update import Learner, scaled, update
+from shoal.train.agent.update import Learner, update
 
 
 def learner(network=None, **settings):
@@ -55,17 +53,6 @@ def single_tokens(n):
 
 
 # --- the share of groups that differ
-def test_where_half_of_the_groups_differ_advantages_count_by_half():
-    by_share, by_hand, whole = learner(), learner(), learner()
-    for one in (by_share, by_hand, whole):  # Adam divides the first gradient by its own size
-        update(one, contrast(one.policy), 0)
-    update(by_share, scaled(contrast(by_share.policy), 0.5), 1)
-    update(by_hand, times(0.5, contrast(by_hand.policy)), 1)
-    update(whole, contrast(whole.policy), 1)
-    assert torch.equal(weights_of(by_share), weights_of(by_hand))
-    assert not torch.equal(weights_of(by_share), weights_of(whole))
-
-
 # --- nothing pulls
 BONUS = {"entropy_coef": 0.03, "entropy_target": 0.4}
 PULLS = [
@@ -115,13 +102,3 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
 
 
 # --- reinforce
-def test_reinforce_learns_nothing_from_episodes_of_equal_rewards():
-    def paid(*rewards):
-        turns = [(Exchange("", (1,), (2,), (-1.0,), "", "a", True, reward, ""),) for reward in rewards]
-        return [trajectory_of("e", 0, i, 0, 0, own, True, True, False) for i, own in enumerate(turns)]
-
-    algorithm = Algorithm(adv_estimator="reinforce")
-    equal = turn_advantages(paid(1.0, 1.0, 1.0), algorithm, AgentProxy())
-    assert [turns.tolist() for turns in equal] == [[0.0], [0.0], [0.0]]
-    unequal = turn_advantages(paid(1.0, 0.0, 0.5), algorithm, AgentProxy())
-    assert [turns.tolist() for turns in unequal] == [[0.5], [-0.5], [0.0]]

@@ -6,12 +6,10 @@ import torch
 from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE
 
-from shoal.core.errors import ConfigError
-from shoal.train.agent.algorithms.losses import aggregation_weights
-from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, KLPenalty, compose_config
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_step, prepare_samples
+from shoal.train.agent.update import Learner, advantages_of, prepare_samples
 
 
 def episode(member, reward, finishes, group=0):
@@ -37,20 +35,6 @@ EPISODES = [
     episode(3, 0.0, ["length"]),
     episode(4, 0.0, [None]),  # of an older file, which did not note it
 ]
-
-
-def test_episodes_with_a_response_that_was_cut_off_are_learned_from_unless_filtered():
-    kept = prepare_samples(EPISODES, learner(overlong_filter=True))
-    assert sorted({sample.ids[2] - 10 for sample in kept}) == [0, 2, 4]
-    everyone = prepare_samples(EPISODES, learner())
-    assert sorted({sample.ids[2] - 10 for sample in everyone}) == [0, 1, 2, 3, 4]
-
-
-def test_what_is_filtered_still_counts_in_the_mean_of_its_group():
-    every = {s.ids: s.columns for s in prepare_samples(EPISODES, learner())}
-    for sample in prepare_samples(EPISODES, learner(overlong_filter=True)):
-        for name, column in sample.columns.items():
-            assert np.array_equal(column, every[sample.ids][name])
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -99,19 +83,6 @@ def test_dapo_learns_from_answers_that_the_prompts_closing_makes_whole(tmp_path)
 
 
 # --- the budget
-def test_dr_grpo_divides_by_the_tokens_that_a_sample_may_have():
-    algorithm = compose_config("demo", ["algorithm=dr_grpo"]).algorithm
-    assert (algorithm.loss_aggregation, algorithm.loss_constant) == ("constant", "budget")
-    assert Algorithm(loss_aggregation="constant").loss_constant == 1
-
-
-def test_the_budget_needs_constant_aggregation_as_a_number_does():
-    with pytest.raises(ConfigError, match="loss_constant=budget has no effect"):
-        AgentConfig(algorithm=Algorithm(loss_constant="budget"))
-    with pytest.raises(ConfigError, match="loss_constant"):
-        compose_config("demo", ["algorithm.loss_constant=bugdet", "algorithm.loss_aggregation=constant"])
-
-
 @pytest.mark.parametrize(("mode", "turns"), [("window", 1), ("append", 3)])
 def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
     overrides = [
@@ -120,16 +91,3 @@ def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, 
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         assert trainer._learner.token_budget == 5 * turns
-
-
-def test_a_minibatch_divides_the_sum_by_its_samples_times_the_budget():
-    """The gradient norm of the same samples is that of constant 1, over the budget."""
-    norms = {}
-    for constant in (1.0, 8.0, "budget"):
-        one = learner(adv_estimator="dr_grpo", loss_aggregation="constant", loss_constant=constant)
-        one.token_budget = 8
-        totals = Totals()
-        gradient_step(one, prepare_samples(EPISODES, one), totals)
-        norms[constant] = totals.grad_norm
-    assert norms["budget"] == norms[8.0] == pytest.approx(norms[1.0] / 8, rel=1e-5)
-    assert [float(w.sum()) for w in aggregation_weights([2, 4], "constant", 8)] == [2 / 16, 4 / 16]

@@ -40,16 +40,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    model = make_engine().model
-    model.config.max_position_embeddings = 2000
-    model.save_pretrained(folder)
-    make_engine().tokenizer.tokenizer.save_pretrained(folder)
-    return folder
-
-
 def run(base, folder, *overrides):
     config = compose_config(
         "base", [*SETTINGS, "seed=2", f"engine.model={base}", f"run_dir={folder}", *overrides]
@@ -296,18 +286,11 @@ def test_the_base_of_a_given_policy_with_adapters_is_what_the_penalty_holds_on_t
         assert isinstance(trainer._learner.reference, HeldAdapters)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        [],
-        pytest.param(
-            ["engine.name=ray", "engine.replicas.engine=huggingface", "engine.replicas.count=2"],
-            marks=[pytest.mark.slow, pytest.mark.ray],
-        ),
-    ],
-)
-def test_after_each_update_the_sampler_has_the_adapters_of_the_trainer(base, tmp_path, engine):
-    """Else it plays the first policy for ever, and that looks like stale samples."""
+@pytest.mark.slow
+@pytest.mark.ray
+def test_after_each_update_replicas_have_the_adapters_of_the_trainer(base, tmp_path):
+    """Else they play the first policy for ever, and that looks like stale samples."""
+    engine = ["engine.name=ray", "engine.replicas.engine=huggingface", "engine.replicas.count=2"]
     more = ["model.lora.rank=8", "trainer.iterations=3", "model.lora.dropout=0.0", *engine]
     rows = run(base, tmp_path / "run", *more)[0][1:]
     assert sum(row["gradient_steps"] for row in rows[:2]) >= 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.agent.checkpoints import tensors_of
+from tests.train.agent.policies.sharded_updates import CASES
 from tests.train.agent.processes.test_processes import ended_early, launch, same_run
 from tests.train.agent.tiny_model import write_tiny_model
 from torch import nn
@@ -24,20 +25,6 @@ from shoal.train.agent.trainer import AgentTrainer
 pytest.importorskip("accelerate")
 pytestmark = [
     pytest.mark.timeout(1800),  # processes that start on a busy machine
-]
-CASES = [
-    "tiny",
-    "llama",
-    "lora",
-    "llama-critic",
-    "llama-checkpointing",
-    "llama-autocast",
-    "llama-bfloat16",
-    "llama-last-layer",
-    "mixtral",
-    "qwen3-moe",
-    "paired",
-    "lora-bfloat16",
 ]
 ROUGH = {"llama-autocast", "llama-bfloat16", "lora-bfloat16"}  # eight bits of a sum depend on its order
 FINE = 5e-5  # some CPUs add in an order that depends on the shape, and Adam lets the rounding of small gradients grow

@@ -86,15 +86,6 @@ def same_weights(one, two, atol, parts=("engine", "critic")):
         np.testing.assert_allclose(second[name], first[name], atol=atol, err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    done = launch(folder, 1, "trainer.iterations=3")
-    assert done.returncode == 0, done.stderr
-    assert rows_of(folder)[-1]["gradient_steps"] > 1
-    return folder
-
-
 @pytest.mark.parametrize("sharding", ["none", "full"])
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
@@ -291,22 +282,15 @@ SCORES = "import json, sys; print([len(e['turns']) / 10 for e in json.loads(sys.
 def test_two_processes_are_paid_by_rewards_as_one_is(tmp_path):
     (tmp_path / "own.py").write_text(REWARDS)
     (tmp_path / "score.py").write_text(SCORES)
-    server = FakeServer("openai")
-    server.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
-    judge = f"{{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}"
     program = f"{{command: ['{{python}}', '{tmp_path / 'score.py'}'], weight: 0.1}}"
-    given = (
-        "trainer.iterations=2", f"imports=[{tmp_path / 'own.py'}]",
-        f"rewards=[{{name: env}}, {{name: brief}}, {program}, {judge}]",
-    )  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    try:
+    with FakeServer("openai") as server:
+        server.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
+        judge = f"{{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}"
+        rewards = f"rewards=[{{name: env}}, {{name: brief}}, {program}, {judge}]"
         for folder, n in ((one, 1), (two, 2)):
-            done = launch(folder, n, *given)
+            done = launch(folder, n, "trainer.iterations=2", f"imports=[{tmp_path / 'own.py'}]", rewards)
             assert done.returncode == 0, done.stderr
-    finally:
-        server.shutdown()
-        server.server_close()
     assert {"score/brief", "score/program", "score/judge"} <= rows_of(two)[-1].keys()
     same_run(one, two, FINE)
     asked = [

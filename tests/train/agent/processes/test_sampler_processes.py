@@ -19,14 +19,6 @@ PYTHON = os.environ.get("SHOAL_TEST_VLLM")
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    done = launch(folder, 1, "trainer.iterations=3")
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding):
     """Two clusters, since none is named; a tiny engine says the same bits wherever it runs."""

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Call, ToolUse, read_trajectories
+from shoal.core.data import Call, ToolUse, read_advantages, read_trajectories
 from shoal.rollout.factory import EnvTag
 from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.processes.distributed import Processes
-from shoal.train.agent.run.metrics import iteration_times, rollout_metrics, shaping_only, signal_metrics
+from shoal.train.agent.run.metrics import iteration_times, rollout_metrics, signal_metrics
 from shoal.train.agent.run.playing import SharedCollector
 from shoal.train.agent.run.records import PANELS, write_curves
 from shoal.train.agent.trainer import AgentTrainer
@@ -134,10 +134,6 @@ def test_where_the_time_went_by_hand():
     assert iteration_times({"engine_busy": 1.0}, 1.0, 1.0, 10)["update_tokens_per_second"] == 0.0
 
 
-def test_nothing_played_is_nothing_shaped():
-    assert shaping_only([]) == 0.0
-
-
 def test_the_groups_with_signal_are_those_whose_whole_episodes_earned_differently():
     def episode(group, rewards, valid=True, status="ok"):
         turns = tuple(
@@ -186,7 +182,7 @@ def test_prompts_of_programs_that_begin_anew_and_branches_are_counted():
     assert (found["roots"], found["branches"]) == (1.5, 1.0)
 
 
-def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(tmp_path, monkeypatch):
+def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(tmp_path):
     """Rewards are set by hand: in one of six groups one member wins, in one half of them, and so on."""
     wins = {  # of each member, and the best less the mean
         0: [0, 0, 0, 1],  # .75
@@ -196,48 +192,24 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(tmp
         4: [0, 1, 1, 1],  # .25
         5: [1, 1, 1, 3],  # 1.5
     }
-    best, scores = {0, 2, 5}, [0.75, 0.5, 1.0, 0.0, 0.25, 1.5]
-    learned = []
+    scores = [0.75, 0.5, 1.0, 0.0, 0.25, 1.5]
 
-    def paid(collect):
-        def played(self, *arguments, **options):
-            found = collect(self, *arguments, **options)
-            return [pay(trajectory) for trajectory in found]
+    def by_hand(episodes):
+        return [float(wins[episode.group][episode.member]) for episode in episodes]
 
-        return played
-
-    def pay(trajectory):
-        if len(wins) <= trajectory.group:
-            return trajectory
-        first, *rest = trajectory.turns
-        total = float(wins[trajectory.group][trajectory.member])
-        turns = (replace(first, reward=total), *(replace(turn, reward=0.0) for turn in rest))
-        return replace(trajectory, turns=turns)
-
-    def remember(trajectories, learner):
-        learned.append(sorted({t.group for t in trajectories}))
-        return prepare(trajectories, learner)
-
-    from shoal.rollout.play import TrajectoryCollector
-    from shoal.train.agent import trainer as agent
-
-    prepare = agent.prepare_samples
-    monkeypatch.setattr(TrajectoryCollector, "collect", paid(TrajectoryCollector.collect))
-    monkeypatch.setattr(agent, "prepare_samples", remember)
-    rows = run(
-        tmp_path / "run",
-        "demo",
-        "algorithm.rollout_filter_ratio=0.5",
-        "algorithm.rollout_filter_type=max_mean",
-        "trainer.iterations=1",
-    )
-    assert learned == [sorted(best)]
-    for row in rows[1:]:
-        assert (row["groups_played"], row["groups_trained"], row["rollout_filter_dropped"]) == (6, 3, 3)
-        assert row["rollout_filter_score"] == pytest.approx(np.mean(scores))
-        assert row["rollout_filter_score_kept"] == pytest.approx(np.mean([scores[group] for group in best]))
-    kept = read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl")
-    assert len(list(kept)) == 24  # what was dropped is on disk all the same
+    plain = ["algorithm.gamma=1", "agent_proxy.format_penalty=0", "trainer.iterations=1"]
+    best = ["algorithm.rollout_filter_ratio=0.5", "algorithm.rollout_filter_type=max_mean"]
+    config = compose_config("demo", [*SMALL, *plain, *best, f"run_dir={tmp_path / 'run'}"])
+    with AgentTrainer(config, rewards=[by_hand]) as trainer:
+        _, row = trainer.train()
+    assert (row["groups_played"], row["groups_trained"], row["rollout_filter_dropped"]) == (6, 3, 3)
+    assert row["rollout_filter_score"] == pytest.approx(np.mean(scores))
+    assert row["rollout_filter_score_kept"] == pytest.approx(np.mean([0.75, 1.0, 1.5]))
+    # what was dropped is on disk all the same
+    played = dict(enumerate(read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl")))
+    taught = read_advantages(tmp_path / "run" / "advantages" / "train-000001.jsonl", played)
+    assert len(played) == 24
+    assert {played[row].group for row, turns in taught.items() if turns is not None} == {0, 2, 5}
 
 
 def test_failures_are_counted_by_their_kind():

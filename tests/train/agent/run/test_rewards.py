@@ -8,7 +8,7 @@ from tests.rollout.doubles import FakeServer
 from tests.train.agent.test_trainer import results
 
 from shoal.core.data import read_trajectories
-from shoal.core.errors import ConfigError, DataError, ShoalError
+from shoal.core.errors import DataError, ShoalError
 from shoal.rollout.rewards.settings import RewardConfig, reward
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
@@ -32,11 +32,9 @@ SMALL = [
 
 @pytest.fixture
 def server():
-    made = FakeServer("openai")
-    made.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
-    yield made
-    made.shutdown()
-    made.server_close()
+    with FakeServer("openai") as made:
+        made.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
+        yield made
 
 
 def rewards(server):
@@ -71,7 +69,6 @@ def test_a_judged_run_resumes_and_replays_the_same_when_its_server_is_gone(tmp_p
     again.mkdir()
     shutil.copy(tmp_path / "whole" / "answers.jsonl", again)
     asked = len(server.seen)
-    server.shutdown()
     server.server_close()
     assert train(tmp_path / "part", rewards(server), "resume=true")[1] == whole
     assert train(again, rewards(server))[1] == whole
@@ -95,7 +92,6 @@ def test_what_was_judged_before_an_interruption_is_not_asked_again(tmp_path, ser
         assert [row["iteration"] for row in itertools.islice(trainer.train(), 3)] == [0, 1, 2]
     assert not (tmp_path / "run" / "summary.json").exists()
     asked = len(server.seen)
-    server.shutdown()
     server.server_close()
     again = train(tmp_path / "run", rewards(server), often, "resume=true")[1]
     assert again == straight
@@ -124,15 +120,6 @@ def test_the_settings_name_rewards_and_workers_give_the_same_scores(tmp_path, se
     other, _ = train(tmp_path / "other", own, "trainer.iterations=1")
     for name in ("reward", "score/turns", "score/judge", "heldout_reward", "loss"):
         assert rows[-1][name] == other[-1][name]
-
-
-def test_settings_that_are_wrong_stop_a_run_before_it_begins(tmp_path):
-    with pytest.raises(ConfigError, match="no reward named 'exakt'"):
-        compose_config("demo", ["rewards=[{name: exakt}]"])
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'rewards\.0\.wait'.* Did you mean 'rewards\.0\.weight'"
-    ):
-        compose_config("demo", ["rewards=[{name: env, wait: 1}]"])
 
 
 def test_failed_scores_are_counted_and_a_run_without_any_score_stops(tmp_path):

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 from safetensors.numpy import load_file
-from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.train.agent.config import compose_config
@@ -16,13 +15,6 @@ SMALL = [
     "trainer.tensorboard=false", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
     "agent_proxy.max_turn=3", "use_parallel_envs=false",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "small"
-    write_tiny_model(folder)
-    return folder
 
 
 def start(folder, model, *overrides, name="smollm2"):

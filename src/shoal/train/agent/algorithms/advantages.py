@@ -97,11 +97,7 @@ def turn_advantages(
 ) -> list[Any]:
     """Advantages of estimators without critic: per trajectory one a turn, or per turn one a token, as they give them.
 
-    Args:
-        trajectories: to learn from.
-        algorithm: names the estimator.
-        proxy: says how rewards are compared, and what long responses cost.
-        penalties: per trajectory and turn `[tokens]`, what each token costs.
+    `penalties` are what each token costs: per trajectory and turn `[tokens]`.
     """
     rewards = _rewards(trajectories, proxy)
     if penalties is not None:
@@ -217,12 +213,29 @@ def _dr_grpo(played: Played) -> Array:
 
 @advantage("rloo", grouped=True)
 def _rloo(played: Played) -> Array:
-    return leave_one_out(played.episode_returns, played.baseline_groups)
+    """RLOO (arXiv:2402.14740): a reward against the mean of the *other* members of its group; 0 where all are equal."""
+    values = np.asarray(played.episode_returns, dtype=np.float64)
+    _, index = np.unique(np.asarray(played.baseline_groups), return_inverse=True)
+    others = np.bincount(index)[index] - 1
+    baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
+    return np.where(_centre(values, played.baseline_groups)[1] > 0, values - baseline, 0.0)
 
 
 @advantage("maxrl", grouped=True)
 def _maxrl(played: Played) -> Array:
-    return mean_relative(played.episode_returns, played.baseline_groups)
+    """MaxRL (arXiv:2602.02710): a reward against the mean of its group, over that mean; 0 where all are equal.
+
+    With rewards of 0 and 1 the gradient is that of the mean log-likelihood of the successes of a group, with the mean
+    score as its baseline.
+    """
+    values = np.asarray(played.episode_returns, dtype=np.float64)
+    if len(values) and values.min() < 0:
+        raise ValueError(
+            f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
+        )
+    centred, deviation = _centre(values, played.baseline_groups)
+    with_signal = deviation > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
 
 
 @advantage("reinforce")
@@ -252,7 +265,9 @@ def _to_go(paid: float, penalty: Array) -> Array:
 
 @advantage("reinforce_pp_baseline", grouped=True)
 def _reinforce_pp_baseline(played: Played) -> Array:
-    return batch_normalized(played.episode_returns, played.baseline_groups)
+    """REINFORCE++-baseline (arXiv:2501.03262): less the mean of the group, then normalised over the whole batch."""
+    centred = _centre(played.episode_returns, played.baseline_groups)[0]
+    return group_relative(centred, np.zeros(len(centred), dtype=np.int64))
 
 
 @advantage(
@@ -305,30 +320,6 @@ def group_relative(
     return np.where(with_signal, centred / np.where(with_signal & scale, deviation, 1.0), 0.0)
 
 
-def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
-    """RLOO advantages (arXiv:2402.14740): a reward against the mean of the *other* members of its group.
-
-    Returns:
-        `[B]`; zero in groups whose rewards are all equal, and in groups of one.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    _, index = np.unique(np.asarray(groups), return_inverse=True)
-    others = np.bincount(index)[index] - 1
-    baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
-    return np.where(_centre(values, groups)[1] > 0, values - baseline, 0.0)
-
-
-def batch_normalized(rewards: ArrayLike, groups: ArrayLike) -> Array:
-    """REINFORCE++-baseline (arXiv:2501.03262): less the mean of the group, then normalised over the whole batch.
-
-    Args:
-        rewards: `[B]` one per trajectory.
-        groups: `[B]` integer group of each.
-    """
-    centred = _centre(rewards, groups)[0]
-    return group_relative(centred, np.zeros(len(centred), dtype=np.int64))
-
-
 def has_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
     """`[B]`: whether the group of each trajectory has members with different rewards."""
     return _centre(rewards, groups)[1] > EPSILON
@@ -346,25 +337,6 @@ def normalize_rewards(
         return np.asarray(rewards, dtype=np.float64)
     advantages = group_relative(rewards, groups, scale=method != "mean", counts=counts)
     return np.clip(advantages, -1.0, 3.0) if method == "asym_clip" else advantages
-
-
-def mean_relative(rewards: ArrayLike, groups: ArrayLike) -> Array:
-    """MaxRL advantages (arXiv:2602.02710): a reward against the mean of its group, over that mean.
-
-    With rewards of 0 and 1 the gradient is that of the mean log-likelihood of the successes of a group, with the mean
-    score as its baseline. Rewards must not be negative.
-
-    Returns:
-        `[B]`, zero for groups in which nothing was earned, or all the same.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    if len(values) and values.min() < 0:
-        raise ValueError(
-            f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
-        )
-    centred, deviation = _centre(values, groups)
-    with_signal = deviation > EPSILON
-    return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
 
 
 def token_whitened(returns: Sequence[Sequence[float]], counts: Sequence[Sequence[int]]) -> list[Array]:

@@ -111,12 +111,7 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
 
 
 def doubts_of(config: AgentConfig, samples: int) -> Iterator[str]:
-    """A sentence for each setting that may spoil a run, with the remedy.
-
-    Args:
-        config: of the run.
-        samples: of an iteration, at most.
-    """
+    """A sentence, with the remedy, for each setting that may spoil a run of at most so many `samples` an iteration."""
     algorithm, warmup, iterations = (
         config.algorithm,
         config.algorithm.critic.warmup,
@@ -140,9 +135,17 @@ def refuse_without_signal(config: AgentConfig) -> None:
         ConfigError: nothing would ever be learned, or nothing but the format, or from other probabilities than the
             policy's.
     """
-    _refuse_other_distribution(config)
-    groups, algorithm = config.es_manager.train, config.algorithm
-    rewards, estimator = config.agent_proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
+    groups, algorithm, proxy = config.es_manager.train, config.algorithm, config.agent_proxy
+    sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
+    # ratios compare with the policy, which is not what was sampled from where tokens are left out
+    if sampling.restricted and algorithm.rollout_correction.method == "none":
+        limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+        given = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
+        raise ConfigError(
+            f"{given} samples from other probabilities than the policy that is trained has: set "
+            f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
+        )
+    rewards, estimator = proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
     compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
@@ -154,20 +157,7 @@ def refuse_without_signal(config: AgentConfig) -> None:
         raise ConfigError(
             f"a group of es_manager.train.group_size=1 has no other member to differ from, and {needs}: raise it"
         )
-    if config.agent_proxy.temperature == 0:
+    if proxy.temperature == 0:
         raise ConfigError(
             f"agent_proxy.temperature=0 plays all members of a group alike, and {needs}: set it to 1, say"
-        )
-
-
-def _refuse_other_distribution(config: AgentConfig) -> None:
-    """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
-    proxy = config.agent_proxy
-    sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
-    if sampling.restricted and config.algorithm.rollout_correction.method == "none":
-        limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-        given = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
-        raise ConfigError(
-            f"{given} samples from other probabilities than the policy that is trained has: set "
-            f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
         )

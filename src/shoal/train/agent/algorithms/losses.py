@@ -230,19 +230,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return error / 2
 
 
-def entropy_bonus(coef: float, entropy: float, target: float) -> float:
-    """The coefficient of the entropy bonus for a policy whose answers have this `entropy`, in nats a token.
-
-    It falls evenly from `coef` at 0 nats to 0 at the target, and stays 0 above: the bonus keeps a policy from becoming
-    deterministic and never makes it more random than the target. Skywork-OR1 (arXiv:2505.22312) also pays the bonus
-    below a target only, and moves the coefficient by fixed steps instead.
-
-    >>> entropy_bonus(0.03, 0.1, 0.4), entropy_bonus(0.03, 2.0, 0.4)
-    (0.0225, 0.0)
-    """
-    return coef * max(0.0, 1 - entropy / target)
-
-
 def entropy_of(scores: Tensor) -> Tensor:
     """`[N]` entropies in nats of the distributions that `[N, V]` log-probabilities give."""
     return -(scores.exp() * scores).sum(-1)

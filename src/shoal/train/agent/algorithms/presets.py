@@ -152,12 +152,8 @@ def purposes(group: str = "") -> dict[str, str]:
 def preset_words(words: list[str], folder: Path | None, compose: Callable[[str], Any]) -> list[str]:
     """Overrides in which `algorithm=NAME` stands as the settings of that preset, before all others.
 
-    They count more than those of the chosen config, and less than the settings that the caller names.
-
-    Args:
-        words: in Hydra's grammar.
-        folder: of the user's configs, which may have an `algorithm` folder of its own.
-        compose: gives the settings of the preset that an override such as `+algorithm=dapo` names.
+    They count more than those of the chosen config, and less than the settings that the caller names. `folder` is that
+    of the user's configs, and `compose` gives the settings that an override such as `+algorithm=dapo` names.
 
     Raises:
         ConfigError: two presets are named, or one that is not there.

@@ -47,9 +47,7 @@ class Sample:
 def make_samples(trajectory: Trajectory, learned: Container[int] | None = None) -> list[Sample]:
     """The samples of a trajectory, with the column `rollout_logprobs`.
 
-    Args:
-        trajectory: the episode.
-        learned: the numbers of the calls whose responses are trained; all if not given.
+    Responses of the calls whose numbers are `learned` are trained; all if not given.
     """
     samples: list[Sample] = []
     for chain in call_chains(trajectory.calls):

@@ -188,13 +188,9 @@ LENGTHS = (23, 14, 9)
 
 
 def safe_batching(policy: Policy, wanted: Batching, model: str = "this model", rows: int = 0) -> Batching:
-    """`wanted`, or `padded` where packing would be wrong for a `model`, which is warned of.
+    """`wanted`, or `padded` where packing would be wrong for this policy, which is warned of as `model`.
 
-    Args:
-        policy: the model.
-        wanted: how samples are to share rows.
-        model: what it is called.
-        rows: of positions that samples have of their own; 0 where they are counted.
+    `rows` are those of positions that samples have of their own; 0 where they are counted.
     """
     if wanted == "padded" or (fault := packing_fault(policy, rows)) is None:
         return wanted

@@ -29,7 +29,6 @@ from shoal.train.agent.config import Lora
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy
 from shoal.train.agent.policies.policy import Policy, weights_sha256
 
-KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
 _NAME = "default"
 _OLD_NAME = ".is_gradient_checkpointing"
@@ -39,11 +38,9 @@ _OLD_NAME = ".is_gradient_checkpointing"
 class LoraPolicy(HuggingFacePolicy):
     """A Hugging Face policy whose adapters alone are trained.
 
-    Args:
-        policy: holds the base model, which is changed in place: it gets the adapters.
-        lora: their rank and where they sit.
-        base: the folder or name of the base model, written beside saved adapters.
-        seed: of the adapters' first weights (half of them are zero, so the model says the same as before).
+    The model of the policy that it is made of is changed in place: it gets the adapters, whose first weights follow
+    from the seed (half of them are zero, so the model says the same as before). The folder or name of the `base` model
+    is written beside saved adapters.
     """
 
     def __init__(self, policy: HuggingFacePolicy, lora: Lora, base: str, seed: int) -> None:
@@ -94,7 +91,7 @@ class LoraPolicy(HuggingFacePolicy):
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
         frozen = next(p for p in self.module.parameters() if not p.requires_grad)
-        described = {"engine": KIND, "dtype": str(frozen.dtype).removeprefix("torch.")}
+        described = {"engine": "huggingface-lora", "dtype": str(frozen.dtype).removeprefix("torch.")}
         described |= {"base": self.base, "base_sha256": self.base_sha256}
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
         self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
@@ -151,12 +148,9 @@ def with_adapters(engine: EngineConfig, rank: int) -> EngineConfig:
 
 
 def load_lora(folder: Path, device: str = "cpu", **options: Any) -> tuple[LoraPolicy, HuggingFaceEngine]:
-    """The policy in a folder that `LoraPolicy.save` wrote, and a sampler; the base model must still be where it was.
+    """The policy in a folder that `LoraPolicy.save` wrote, and a sampler with these options.
 
-    Args:
-        folder: what was written.
-        device: where the network lives.
-        **options: of the sampler.
+    The base model must still be where it was.
 
     Raises:
         DataError: the folder is broken, says more than is read of it, or was trained on another base model.

@@ -269,17 +269,10 @@ def score(
     precision: Precision = "float32",
     entropy: Literal["none", "reported", "trained"] = "none",
 ) -> Scored:
-    """Log-probabilities of the trained tokens of a micro-batch.
+    """Log-probabilities of the trained tokens of a micro-batch; an `entropy` that is "trained" has a gradient, too.
 
     More than `SCORES` scores are made part by part, and made again in the backward pass, so that memory does not grow
     with the vocabulary times the tokens.
-
-    Args:
-        policy: the network.
-        micro: what it reads.
-        temperature: at which tokens are sampled.
-        precision: of matrix products.
-        entropy: whether it is computed, and whether with a gradient.
     """
 
     def part(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,11 +312,7 @@ def prompt_logprobs(policy: Policy, ids: Sequence[int]) -> list[float]:
 
 
 class Critic(nn.Module):
-    """A body of the policy's shape, started from its weights, and one linear output that starts at 0.
-
-    Args:
-        policy: whose network is copied.
-    """
+    """A body of the policy's shape, started from its weights, and one linear output that starts at 0."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from shoal.train.agent.optimizer import trained_parameters
 from shoal.train.agent.policies.policy import Critic, Policy, WrappedPolicy
 from shoal.train.agent.policies.sharding import ShardedPolicy, shard
 from shoal.train.agent.processes.distributed import ALONE, Processes
-from shoal.train.agent.processes.weights import fill, gather
+from shoal.train.agent.processes.weights import gather
 
 
 def make_networks(
@@ -42,13 +42,7 @@ def make_networks(
 
 
 class Reference:
-    """The weights that a KL penalty holds on to, those of `algorithm.kl.anchor`, kept in the run's folder.
-
-    Args:
-        policy: with these weights.
-        folder: where they are kept for a run that is resumed.
-        processes: who takes part in the run.
-    """
+    """The weights that a KL penalty holds on to, those of `algorithm.kl.anchor`, kept for a run that is resumed."""
 
     def __init__(self, policy: Policy, folder: Path, processes: Processes = ALONE) -> None:
         self.policy = policy
@@ -85,10 +79,9 @@ class HeldAdapters(WrappedPolicy):
         """Take over the present adapters."""
         _copy(self.inner.own_weights(), self._held)
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over adapters by name, which every process has whole."""
-        fill(self._held, weights)
-        self.weights_version = version
+    def own_weights(self) -> Mapping[str, Tensor]:
+        """The adapters that are held."""
+        return self._held
 
     @property
     def head(self) -> nn.Module | None:

@@ -26,11 +26,8 @@ if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
 class ShardedPolicy(WrappedPolicy):
     """A policy whose network lies in shards (`fully_shard`); it computes scores with all processes.
 
-    What samples from the network itself can do so for as long as `whole` lasts.
-
-    Args:
-        policy: with a whole network, the same in every process; it is cut in place.
-        processes: who holds the shards.
+    It is made of one with a whole network, the same in every process, which is cut in place. What samples from the
+    network itself can do so for as long as `whole` lasts.
     """
 
     def __init__(self, policy: Policy, processes: Processes) -> None:

@@ -17,13 +17,10 @@ from shoal.core.errors import ConfigError
 
 
 def applies(chosen: bool | Literal["auto"], device: str) -> bool:
-    """Whether a network on this device is trained by deterministic algorithms; ask before the device computes anything.
+    """Whether a network on this device is trained by deterministic algorithms, with `engine.deterministic` as chosen.
 
-    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG` when it begins, which is set here for a GPU unless it is set already.
-
-    Args:
-        chosen: `engine.deterministic`.
-        device: such as "cuda:0".
+    Ask before the device computes anything: cuBLAS reads `CUBLAS_WORKSPACE_CONFIG` when it begins, which is set here
+    for a GPU unless it is set already.
     """
     on_gpu = device.startswith("cuda")
     if chosen and on_gpu:

@@ -28,14 +28,10 @@ PATIENCE = timedelta(hours=2)
 
 
 class Processes:
-    """The processes of a run, as one of them sees them.
+    """The processes of a run, as the one of this `rank` sees them; on its machine it has the number `local_rank`.
 
-    Args:
-        rank: the number of this one.
-        count: of all.
-        local_rank: its number on this machine.
-        sharded: networks lie in shards, so that each pass through one is a pass of all processes.
-        group: of torch, in which they gather; the group of all if not given.
+    With `sharded`, networks lie in shards, so that each pass through one is a pass of all processes. They gather in
+    torch's `group`, that of all if not given.
     """
 
     def __init__(

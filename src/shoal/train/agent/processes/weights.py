@@ -39,11 +39,9 @@ def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
-    """Whole tensors by name; one under two names is one.
+    """Whole tensors by name; one under two names is one. Every process that has a shard must ask.
 
-    Args:
-        tensors: of which every process that has a shard must ask.
-        keep: False takes part in gathering, tensor by tensor, and gives nothing.
+    Without `keep` it takes part in gathering, tensor by tensor, and gives nothing.
     """
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}

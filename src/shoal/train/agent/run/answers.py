@@ -6,7 +6,7 @@ The shortest text counts that means the action once the prompt's `prefill` stand
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -100,16 +100,11 @@ def _lengths(
                 f"{prompt.prefill!r} and prompt.closing={prompt.closing!r}: leave both out, or set prefill to "
                 f"'<{tag}>' and closing to '' or '</{tag}>'"
             )
-        cut = _until_stop(text, settings.stop)
+        ends = [text.find(end) + len(end) for end in settings.stop if end in text]
+        cut = text[: min(ends, default=len(text))]  # an answer ends behind the first stop text
         if cut != text:
             raise ConfigError(
                 f"agent_proxy.stop={list(settings.stop)} ends the answer {text!r}, the action {word!r} of {role.tag}, "
                 f"behind {cut!r}: leave that stop text out, or set stop to ['</{role.projection.tags[0]}>']"
             )
         yield len(prompter.tokenizer.encode(text)), word
-
-
-def _until_stop(text: str, stop: Iterable[str]) -> str:
-    """What is written of a text: it ends behind the first stop text."""
-    ends = [text.find(end) + len(end) for end in stop if end in text]
-    return text[: min(ends, default=len(text))]

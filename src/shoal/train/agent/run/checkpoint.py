@@ -5,7 +5,6 @@ Randomness is counter-based, so no generator state is stored: the iteration says
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
@@ -128,9 +127,8 @@ def newest_checkpoint(folder: Path) -> Path:
     try:
         return verify_folder(found[-1])
     except DataError as error:
-        spoilt = [found[-1], *itertools.takewhile(lambda other: not is_whole(other), reversed(found[:-1]))]
-        names, left = " and ".join(map(str, spoilt)), found[: -len(spoilt)]
-        hint = f"; remove {names} to go on from {left[-1].name}" if left else ""
+        other = next(filter(is_whole, reversed(found[:-1])), None)
+        hint = f"; remove what is newer to go on from {other.name}" if other else ""
         raise DataError(f"{error}{hint}") from error
 
 

@@ -63,17 +63,17 @@ def filter_groups(
     for trajectory in whole:
         succeeded[trajectory.group].append(trajectory.success)
     equal = [members for group, members in succeeded.items() if group not in signal and len(members) > 1]
-    few = len(succeeded) - len(signal) - len(equal)
     chosen = set(sorted(signal)[:wanted])
-    counts = (
-        len(succeeded),
-        len(signal),
-        sum(map(all, equal)),
-        sum(not any(m) for m in equal),
-        few,
-        len(chosen),
+    report = FilterReport(
+        played=len(succeeded),
+        with_signal=len(signal),
+        all_solved=sum(map(all, equal)),
+        none_solved=sum(not any(members) for members in equal),
+        too_few=len(succeeded) - len(signal) - len(equal),
+        kept=len(chosen),
+        batches=batches,
     )
-    return [t for t in whole if t.group in chosen], FilterReport(*counts, batches)
+    return [t for t in whole if t.group in chosen], report
 
 
 def differing(values: Sequence[float], episodes: Sequence[Trajectory]) -> set[int]:
@@ -88,18 +88,6 @@ def discounted(trajectory: Trajectory, gamma: float) -> float:
     for turn in reversed(trajectory.turns):
         total = turn.reward + gamma * total
     return total
-
-
-def next_refill(wanted: int, with_signal: int, played: int) -> int:
-    """How many more groups to play so that, at the present rate, `wanted` have different rewards; at most `wanted`.
-
-    >>> next_refill(8, with_signal=4, played=8)
-    8
-    >>> next_refill(8, with_signal=6, played=8)
-    3
-    """
-    missing = wanted - with_signal
-    return min(wanted, math.ceil(missing * played / max(1, with_signal)))
 
 
 class Collector(Protocol):
@@ -118,12 +106,8 @@ def collect_with_signal(
 ) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
     """Dynamic sampling: play whole groups, in the order of the plan, until enough of them have different rewards.
 
-    Args:
-        collector: plays the groups; further batches are new groups with seeds of their own.
-        iteration: names the seeds.
-        sampling: how tokens are picked.
-        max_batches: of groups, at most.
-        gamma: discount a turn, see `filter_groups`.
+    There are at most `max_batches`; further ones are new groups with seeds of their own. For `gamma` see
+    `filter_groups`.
 
     Returns:
         All trajectories played, those to learn from (whole episodes of at most as many groups as the collector has
@@ -139,4 +123,6 @@ def collect_with_signal(
         kept, report = filter_groups(played, wanted, batch, gamma)
         if report.with_signal >= wanted or batch >= max_batches:
             return played, kept, report
-        n_groups = next_refill(wanted, report.with_signal, report.played)
+        missing = wanted - report.with_signal
+        at_this_rate = math.ceil(missing * report.played / max(1, report.with_signal))
+        n_groups = min(wanted, at_this_rate)

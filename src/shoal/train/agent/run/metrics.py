@@ -103,10 +103,16 @@ def signal_metrics(
 ) -> dict[str, float]:
     """How many groups of those played have different rewards, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
+    n_groups = max(1, len({t.group for t in whole}))
     with_signal = differing([discounted(t, gamma) for t in whole], whole)
+    shaping_only: set[int] = set()
+    if config.agent_proxy.format_penalty:  # groups that the env itself paid alike
+        rewarded = differing([discounted(t.as_played, gamma) for t in whole], whole)
+        invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
+        shaping_only = differing(invalid, whole) - rewarded
     row = {
-        "groups_with_signal": len(with_signal) / max(1, len({t.group for t in whole})),
-        "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
+        "groups_with_signal": len(with_signal) / n_groups,
+        "groups_shaping_only": len(shaping_only) / n_groups,
         "groups_trained": float(len({t.group for t in learned})),
     }
     if config.algorithm.overlong_filter:
@@ -134,14 +140,3 @@ def iteration_times(
         "share_update": round(1 - share, 4),
         "share_idle": round(share * max(0.0, 1 - row["engine_busy"]), 4),
     }
-
-
-def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
-    """Share of groups whose members were paid the same by the env and differ by turns without a valid action."""
-    if not whole:
-        return 0.0
-    rewarded = differing(
-        [discounted(t.as_played, gamma) for t in whole], whole
-    )  # by what the env itself paid
-    invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
-    return len(differing(invalid, whole) - rewarded) / len({t.group for t in whole})

@@ -68,17 +68,6 @@ def play_groups(collector: SharedCollector, iteration: int, config: AgentConfig)
     return played, learned, share, row
 
 
-def group_scores(trajectories: Sequence[Trajectory], how: FilterType, gamma: float = 1.0) -> dict[int, float]:
-    """Per group the spread of its members' returns: population standard deviation, or maximum less mean."""
-    returns: dict[int, list[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.status == "ok":
-            returns.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
-    if how == "std":
-        return {group: statistics.pstdev(values) for group, values in sorted(returns.items())}
-    return {group: max(values) - statistics.fmean(values) for group, values in sorted(returns.items())}
-
-
 def best_groups(
     played: Sequence[Trajectory],
     candidates: Sequence[Trajectory],
@@ -92,10 +81,17 @@ def best_groups(
         played: all trajectories of the iteration.
         candidates: those that may be learned from.
         ratio: share of the groups played, rounded down, at least one; of equal scores the lower group number wins.
-        how: the score of a group.
+        how: the score of a group: the population standard deviation of its returns, or their maximum less their mean.
         gamma: discount a turn.
     """
-    scores = group_scores(played, how, gamma)
+    returns: dict[int, list[float]] = {}
+    for trajectory in played:
+        if trajectory.status == "ok":
+            returns.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
+    scores = {
+        group: statistics.pstdev(values) if how == "std" else max(values) - statistics.fmean(values)
+        for group, values in sorted(returns.items())
+    }
     n_kept = max(1, int(ratio * len(scores) + 1e-9))
     before = {t.group for t in candidates}
     best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
@@ -110,10 +106,7 @@ def best_groups(
 class SharedCollector:
     """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
 
-    Args:
-        collector: plays this process's share.
-        processes: who takes part.
-        ready: entered for as long as they play.
+    `ready` is entered for as long as they play.
     """
 
     def __init__(
@@ -139,7 +132,6 @@ class SharedCollector:
             if not own:
                 return [], None
             played = self.collector.collect(iteration, sampling, first_group=own.start, n_groups=len(own))
-            refuse_no_numbers(played)
             return played, self.collector.report
 
         with self._ready():
@@ -170,11 +162,7 @@ class SharedCollector:
 
 
 class Ahead(Closing, Generic[T]):
-    """Plays one iteration after another beside the caller's thread.
-
-    Args:
-        play: plays an iteration.
-    """
+    """Plays one iteration after another, by `play`, beside the caller's thread."""
 
     def __init__(self, play: Callable[[int], T]) -> None:
         self._play = play
@@ -188,27 +176,13 @@ class Ahead(Closing, Generic[T]):
 
     def take(self, iteration: int) -> T:
         """What came of an iteration that was begun, once it is over."""
-        try:
-            return self._begun[iteration].result()
-        finally:
-            del self._begun[iteration]
+        return self._begun.pop(iteration).result()
 
     def close(self) -> None:
         """Begin nothing more; what is played now is its owner's to break off."""
         for future in self._begun.values():
             future.cancel()
         self._thread.end()
-
-
-def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
-    """Check what the engine said of its own tokens.
-
-    Raises:
-        DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
-    """
-    for trajectory in trajectories:
-        if not all(math.isfinite(logprob) for call in trajectory.calls for logprob in call.logprobs):
-            raise _spoiled(trajectory)
 
 
 def whole_episodes(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[str]]:
@@ -237,16 +211,12 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
         return
     first = trajectories[0]
     if first.status == "engine_error" and NO_NUMBERS in (first.error or ""):
-        raise _spoiled(first)
+        raise DivergedError(
+            f"the engine gave log-probabilities that are no numbers (group {first.group}, member {first.member}): its "
+            f"weights are spoiled. {LOWER}"
+        )
     kind = EnvError if first.status == "env_error" else EngineError
     raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")
-
-
-def _spoiled(trajectory: Trajectory) -> DivergedError:
-    return DivergedError(
-        f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-        f"{trajectory.member}): its weights are spoiled. {LOWER}"
-    )
 
 
 def refuse_broken_envs(config: AgentConfig) -> None:

@@ -81,13 +81,7 @@ def finished_iterations(config: AgentConfig) -> int:
 
 
 class Records:
-    """Writes the run folder.
-
-    Args:
-        config: of the run.
-        on_event: called at durable moments.
-        writes: False makes every method that writes do nothing (further processes of one run).
-    """
+    """Writes the run folder; of several processes of a run the first `writes`, and the others do nothing here."""
 
     def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
         self._config = config
@@ -140,9 +134,7 @@ class Records:
     def report(self, row: dict[str, Any], rejected: Rejected | None = None) -> None:
         """Add a row of metrics, and warn of what it shows; at an evaluation, draw the curves if that is long ago.
 
-        Args:
-            row: of one iteration; the clocks of the run are added to it.
-            rejected: an answer of this iteration without a valid action.
+        The clocks of the run are added to the row; `rejected` is an answer of its iteration without a valid action.
         """
         if not self._writes:
             return
@@ -150,7 +142,10 @@ class Records:
         self.folder.append_metrics(row)
         self._rows.append(finite(row))
         self._judge(rejected)
-        self._warn()
+        for advice in self._advice:  # each cause once
+            if advice.title not in self._warned:
+                self._warned.add(advice.title)
+                logger.warning("iteration %d: %s. %s", row["iteration"], advice.title, advice.text)
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
         self._is_drawn = self._is_drawn and "heldout_success" not in row
@@ -162,13 +157,6 @@ class Records:
         run = shlex.quote(str(self._config.run_dir or DEFAULT_FOLDER))
         found = advise(self._rows, self._settings, rejected, run)
         self._advice = [advice for advice in found if advice.level == "bad"]
-
-    def _warn(self) -> None:
-        """Log what keeps the run from learning, each cause once."""
-        for advice in self._advice:
-            if advice.title not in self._warned:
-                self._warned.add(advice.title)
-                logger.warning("iteration %d: %s. %s", self._rows[-1]["iteration"], advice.title, advice.text)
 
     def _draw(self) -> None:
         if not self._is_drawn:

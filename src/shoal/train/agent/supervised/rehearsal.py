@@ -48,17 +48,11 @@ def rehearse(
     weight: float,
     iteration: int,
 ) -> dict[str, float]:
-    """One supervised step on random valid actions, in turns of stuck groups.
+    """One supervised step on random valid actions, in turns of stuck groups; envs of free text are left out.
 
-    Args:
-        learner: whose policy takes the step.
-        trajectories: all that was played.
-        roles: of each kind of env; those whose actions are free text are left out.
-        prompter: of the prompts, whose prefill and closing an answer lies between.
-        sampling: how an answer ends.
-        weight: of the loss where answers in stuck groups are deterministic; it falls evenly to 0 where they are
-            `RANDOM`, and is multiplied by the share of the episodes that are stuck.
-        iteration: names the turns and actions that are drawn.
+    The `weight` is that of the loss where answers in stuck groups are deterministic; it falls evenly to 0 where they
+    are `RANDOM`, and is multiplied by the share of the episodes that are stuck. The iteration names the turns and
+    actions that are drawn, and `sampling` says how an answer ends.
 
     Returns:
         `rehearsal_loss`, in nats a token, and `episodes_stuck`, the share; nothing where there was no step.
