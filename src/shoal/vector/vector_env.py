@@ -401,10 +401,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._step_began = time.perf_counter()
         self.buffers.flags.fill(False)
         if pickled:
-            everyone = [(worker, range(worker.count)) for worker in self.workers]
-            self._begin(
-                "step", [(worker, _step_of(worker, members, pickled)) for worker, members in everyone]
-            )
+            self._begin("step", [(w, _step_of(w, range(w.count), pickled)) for w in self.workers])
         else:
             self._begin("step", [(worker, STEP_ALL) for worker in self.workers])
 
@@ -650,9 +647,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(DeadlineError):
             wait_for(list(self._in_flight), deadline, min(min_envs, len(self.in_flight)))
-        pending: Pending = [
-            (worker, command) for worker, command in self._in_flight.items() if worker.answered()
-        ]
+        pending = [(worker, command) for worker, command in self._in_flight.items() if worker.answered()]
         try:
             for worker, _ in pending:
                 del self._in_flight[worker]
