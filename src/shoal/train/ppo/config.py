@@ -130,8 +130,7 @@ def choose_device(device: str) -> str:
 def read_config(values: Mapping[str, Any]) -> PPOConfig:
     """The config in a checkpoint; unknown settings are an error."""
     check_settings(values)
-    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    return PPOConfig(**plain)
+    return PPOConfig(**values)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
