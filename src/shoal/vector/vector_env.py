@@ -553,18 +553,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
         """The result of a call for each env; one that raises leaves episodes as they are, but for lost workers."""
-        failures: list[Failure] = []
-
-        def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:
-            failures.extend(failures_of(replies))
-            self._break_off([(worker, command) for worker, command in pending if worker.lost is not None])
-            answers: dict[int, Any] = {}
-            for (worker, command), reply in zip(pending, replies, strict=True):
-                answers.update(zip(ids_of(worker, command), reply.value or (), strict=False))
-            return answers
-
-        answers = self._end("call", timeout, take)
-        raise_first(failures)
+        replies, pending = self._end("call", timeout, lambda *given: given)
+        self._break_off([(worker, command) for worker, command in pending if worker.lost is not None])
+        answers: dict[int, Any] = {}
+        for (worker, command), reply in zip(pending, replies, strict=True):
+            answers.update(zip(ids_of(worker, command), reply.value or (), strict=False))
+        raise_first(failures_of(replies))
         return answers
 
     def render(self) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ def test_an_observation_that_is_infinite_as_float32_alone_is_told_so():
         ({"path": "magic"}, "path must be 'auto', 'compiled' or 'torch', got 'magic'"),
         ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
         ({"backend": "serial", "num_workers": 2}, "'serial' has no workers, got num_workers=2"),
-        ({"num_workers": -1}, "num_workers must not be negative, got -1"),
+        ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
         ({"num_workers": "2"}, "num_workers must be a whole number, got '2'"),
         ({"n_envs": True}, "n_envs must be a whole number, got True"),
         ({"n_steps": 16.0}, "n_steps: Expected `int`, got 16.0"),
