@@ -302,6 +302,34 @@ def test_the_best_checkpoint_is_of_the_run_that_went_on_not_of_one_that_was_lost
     assert load_checkpoint(tmp_path / "killed" / "best").training["eval_return_mean"] == 3.0
 
 
+class FailsOnce(ShortEnv):
+    """Its worker dies while the episode under way is played again."""
+
+    def step(self, action):
+        here = os.environ["SHOAL_TEST_PID"] == str(os.getpid())
+        if self.t == 1 and not here:
+            with contextlib.suppress(FileNotFoundError):
+                Path(os.environ["SHOAL_TEST_DIE"]).unlink()  # one of the workers does
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_episodes_are_played_again_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_TEST_DIE", str(tmp_path / "die"))
+    monkeypatch.setenv("SHOAL_TEST_PID", str(os.getpid()))
+    settings = {**SETTINGS, "backend": "process", "num_workers": 2, "n_steps": 32}
+    with PPO(FailsOnce, **settings) as ppo:
+        ppo.learn(64).save(tmp_path / "saved")
+        whole = state(ppo.learn(128))
+    (tmp_path / "die").touch()
+    with PPO.load(tmp_path / "saved", FailsOnce, backend="process", num_workers=2) as ppo:
+        with pytest.warns(RuntimeWarning, match="a worker failed"):
+            ppo.learn(128)
+        assert not (tmp_path / "die").exists()
+        assert state(ppo) == whole
+
+
 # --- two at a time, and what others left
 def test_a_second_run_in_the_same_folder_is_refused_before_it_reads_or_writes(tmp_path, capsys):
     assert train(tmp_path / "run", "--total-timesteps", "640") == 0
