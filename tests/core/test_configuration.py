@@ -102,17 +102,12 @@ def test_settings_of_an_env_are_told_by_the_same_rules_in_its_own_words():
             build_config(Settings, values)
 
 
-@dataclass(frozen=True)
-class Named:
-    named: dict[str, Inner] = field(default_factory=dict)
-
-
 @pytest.mark.parametrize(
-    ("values", "where"), [({"named": {"a": 5}}, "named.a"), ({"named": 5}, "named"), ([1], "Named")]
+    ("values", "where"), [({"many": {"a": 5}}, "many.a"), ({"many": 5}, "many"), ([1], "Outer")]
 )
 def test_settings_that_are_no_mapping_are_named_by_their_path(values, where):
     with pytest.raises(ConfigError, match=rf"^{where} must be a mapping"):
-        from_mapping(Named, values)
+        from_mapping(Outer, values)
 
 
 @dataclass(frozen=True)

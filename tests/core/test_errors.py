@@ -3,7 +3,7 @@
 import gymnasium
 import numpy as np
 
-from shoal.core.errors import did_you_mean, user_frames
+from shoal.core.errors import did_you_mean, format_error, user_frames
 from shoal.envs.catalogue import make
 
 
@@ -71,6 +71,14 @@ def test_an_error_of_shoals_own_code_has_no_line_of_the_user():
     env = make("bandit")
     error = raised(lambda: env.step(1))
     assert user_frames(error.with_traceback(error.__traceback__.tb_next.tb_next)) == []
+
+
+def test_an_error_whose_message_raises_is_told_all_the_same():
+    class SpeechlessError(Exception):
+        def __str__(self):
+            raise LookupError("no words")
+
+    assert format_error(SpeechlessError()) == "SpeechlessError: its message raises LookupError"
 
 
 def test_a_long_list_of_known_names_is_cut():

@@ -257,7 +257,7 @@ def test_a_copy_that_cannot_be_put_back_keeps_no_other_from_it(tmp_path, monkeyp
     assert sorted(os.listdir(tmp_path)) == [".b.abcdefgh.old", "a", "c"]
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "empty folder"])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "empty folder", "folder"])
 def test_whatever_has_the_name_is_replaced(tmp_path, kind):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "kept").write_text("kept")
@@ -266,10 +266,12 @@ def test_whatever_has_the_name_is_replaced(tmp_path, kind):
         "link": lambda: (tmp_path / "f").symlink_to(tmp_path / "other"),
         "dangling link": lambda: (tmp_path / "f").symlink_to(tmp_path / "nowhere"),
         "empty folder": lambda: (tmp_path / "f").mkdir(),
+        "folder": lambda: shutil.copytree(tmp_path / "other", tmp_path / "f"),
     }[kind]()
     with write_folder(tmp_path / "f") as folder:
         (folder / "a").write_text("new")
     assert (verify_folder(tmp_path / "f") / "a").read_text() == "new"
+    assert sorted(os.listdir(tmp_path / "f")) == ["a", "manifest.json"]
     assert sorted(os.listdir(tmp_path)) == ["f", "other"]
     assert os.listdir(tmp_path / "other") == ["kept"]
 
@@ -284,30 +286,20 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     assert read_json(tmp_path / "x.json") == {"old": 1}
 
 
-def test_a_folder_is_replaced_as_a_whole(tmp_path):
-    for content in ("one", "two"):
-        with write_folder(tmp_path / "f") as folder:
-            (folder / content).write_text(content)
-    assert sorted(os.listdir(verify_folder(tmp_path / "f"))) == ["manifest.json", "two"]
-    assert os.listdir(tmp_path) == ["f"]
-
-
-@pytest.mark.parametrize("damage", ["alter", "truncate", "remove", "escape", "no manifest"])
-def test_a_damaged_folder_is_named(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "weights").write_text("12346"), "weights was altered"),
+        (lambda folder: (folder / "weights").write_text("123"), "weights was altered or truncated"),
+        (lambda folder: (folder / "weights").unlink(), "weights, which is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "never committed"),
+    ],
+)
+def test_a_damaged_folder_is_named(tmp_path, damage, said):
     with write_folder(tmp_path / "f") as folder:
         (folder / "weights").write_text("12345")
-    target = tmp_path / "f" / "weights"
-    if damage == "alter":
-        target.write_text("12346")
-    elif damage == "truncate":
-        target.write_text("123")
-    elif damage == "remove":
-        target.unlink()
-    elif damage == "escape":
-        (tmp_path / "f" / "manifest.json").write_text(json.dumps({"sha256": {"../other": "0"}}))
-    else:
-        (tmp_path / "f" / "manifest.json").unlink()
-    with pytest.raises(DataError, match="weights|leaves the folder|never committed"):
+    damage(tmp_path / "f")
+    with pytest.raises(DataError, match=said):
         verify_folder(tmp_path / "f")
 
 
@@ -321,6 +313,7 @@ def test_a_damaged_folder_is_named(tmp_path, damage):
         ({"sha256": {"\ud800": "0"}}, "which cannot be read"),
         ({"sha256": {"loop": "0"}}, "which cannot be read|missing"),  # 3.13 raises nothing
         ({"sha256": {"/etc/passwd": "0"}}, "leaves the folder"),
+        ({"sha256": {"../other": "0"}}, "leaves the folder"),
         ({"sha256": {"": "0"}}, "which is missing"),
         ({"sha256": ["weights"]}, "must hold an object"),
         ({"sums": {}}, "must hold an object"),

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given, settings
@@ -15,24 +14,14 @@ from shoal.core.data import (
     read_trajectories,
     write_trajectories,
 )
-from shoal.core.errors import DataError, UnknownNameError
-from shoal.core.registry import Registry, check_name
-from shoal.core.run_folder import RunFolder
+from shoal.core.errors import DataError
+from shoal.core.registry import check_name
 
 TEXT = st.text(max_size=20)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 CALLS = st.builds(Call, TOKENS, st.none(), TOKENS, st.lists(FLOATS, max_size=3).map(tuple), st.integers(0, 9))
-TURNS = st.builds(
-    Turn,
-    TEXT,
-    st.integers(0, 1),
-    TEXT,
-    st.none() | TEXT,
-    st.booleans(),
-    FLOATS,
-    TEXT,
-)
+TURNS = st.builds(Turn, TEXT, st.integers(0, 1), TEXT, st.none() | TEXT, st.booleans(), FLOATS, TEXT)
 TRAJECTORIES = st.builds(
     Trajectory,
     TEXT,
@@ -109,36 +98,7 @@ def test_a_line_that_is_nested_without_end_is_broken_like_any_other(tmp_path):
         next(read)
 
 
-def test_a_registry_guesses_what_was_meant():
-    registry: Registry[int] = Registry("env")
-    registry.register("sokoban", 1)
-    with pytest.raises(UnknownNameError, match="no env named 'sokobn'. Did you mean 'sokoban'"):
-        registry["sokobn"]
-    with pytest.raises(ValueError, match="registered already"):
-        registry.register("sokoban", 2)
-    assert registry.register("sokoban", 2, replace=True) == 2
-    assert "sokoban" in registry
-    assert list(registry) == ["sokoban"]
-
-
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "-a", ".a", "a" * 65, "a\n", "a;b", "ä", "a ", "con."])
 def test_names_that_could_leave_their_folder_are_refused(name):
     with pytest.raises(ValueError, match="name must be"):
         check_name("skill", name)
-
-
-def test_a_run_folder_drops_a_torn_line_and_rows_that_will_be_written_again(tmp_path):
-    events = []
-    run = RunFolder(tmp_path / "run", "train", 3, events.append)
-    for i in range(4):
-        run.append_metrics({"iteration": i, "loss": float("nan")})
-    with run.metrics_path.open("ab") as file:
-        file.write(b'{"iteration": 4, "lo')
-    run.keep_metrics("iteration", 2)
-    assert [row["iteration"] for row in run.read_metrics()] == [0, 1, 2]
-    assert run.read_metrics()[0]["loss"] is None
-    summary = run.finish({"success": 1.0, "gap": float("inf")})
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert {"command": "train", "seed": 3, "status": "completed"}.items() <= summary.items()
-    assert summary["metrics"] == {"success": 1.0, "gap": None}
-    assert events[-1]["event"] == "summary"

@@ -13,7 +13,8 @@ from shoal.core.registry import Registry
 def test_what_is_no_name_is_told_with_those_there_are(name):
     envs = Registry("env")
     envs.register("sokoban", object())
-    with pytest.raises(UnknownNameError, match="Known: sokoban"):
+    guess = "Did you mean 'sokoban'. " if name == "sokobn" else ""
+    with pytest.raises(UnknownNameError, match=f"{guess}Known: sokoban"):
         envs[name]
 
 
@@ -30,8 +31,9 @@ def test_a_name_that_is_taken_is_refused_unless_the_same_code_registers_it_again
         assert envs["mine"]() == number
     with pytest.raises(ValueError, match="'mine' is registered already; pass replace=True"):
         envs.register("mine", len)
-    envs.register("mine", len, replace=True)
-    assert envs["mine"] is len
+    assert envs.register("mine", len, replace=True) is envs["mine"] is len
+    assert "mine" in envs
+    assert list(envs) == ["mine"]
 
 
 def test_a_file_that_is_imported_by_two_names_registers_its_own_again(tmp_path, monkeypatch):

@@ -63,13 +63,10 @@ def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
     assert not told(caplog)
 
 
-def test_a_row_is_written_at_once_and_whole(tmp_path, monkeypatch):
+def test_a_row_is_written_at_once_and_whole(tmp_path):
     run = RunFolder(tmp_path, "train", 0)
-    writes = []
-    monkeypatch.setattr(run_folder.json, "dumps", lambda row, dumps=json.dumps: dumps(row) + " " * 100_000)
-    run.append_metrics({"i": 0})
-    writes.append(run.metrics_path.stat().st_size)  # nothing waits in a buffer
-    assert writes == [100_000 + len('{"i": 0}\n')]
+    run.append_metrics({"i": "0" * 100_000})
+    assert run.metrics_path.stat().st_size == 100_000 + len('{"i": ""}\n')  # nothing waits in a buffer
 
 
 def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
@@ -208,16 +205,10 @@ def test_where_files_cannot_be_locked_a_run_goes_on_and_says_so(tmp_path, monkey
     assert "this file system has no locks" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("place", "told"),
-    [
-        ("file", "must be a folder"),
-        ("file/run", "must be a folder"),
-    ],
-)
-def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place, told):
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"a run folder {told}"):
+    with pytest.raises(ConfigError, match="a run folder must be a folder"):
         RunFolder(tmp_path / place, "train", 0)
     assert os.listdir(tmp_path) == ["file"]
 
@@ -242,55 +233,6 @@ def test_a_training_into_a_folder_in_use_is_refused_in_one_line(tmp_path, capsys
     )
     assert "Traceback" not in out.err
     assert os.listdir(tmp_path) == [".lock"]
-
-
-@pytest.mark.slow
-def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_path):
-    call = [
-        sys.executable,
-        "-m",
-        "shoal.cli.main",
-        "train-ppo",
-        "--env",
-        "CartPole-v1",
-        "--backend",
-        "serial",
-    ]
-    call += [
-        "--path",
-        "torch",
-        "--total-timesteps",
-        "4096",
-        "--no-tensorboard",
-        "--run-dir",
-        str(tmp_path / "r"),
-    ]
-    both = [
-        subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    said = [process.communicate(timeout=200) for process in both]
-    codes = [process.returncode for process in both]
-    if sorted(codes) == [0, 0]:  # the second began when the first had ended
-        pytest.skip("the machine started them one after the other")
-    assert sorted(codes) == [0, 1], said
-    refused = said[codes.index(1)][1]
-    assert f"another run (process {both[codes.index(0)].pid})" in refused
-    steps = [
-        json.loads(line)["steps"] for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == sorted(set(steps))
-
-
-def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
-    left = [
-        tmp_path / "r" / "checkpoints" / ".step_000000000128.abcdefgh.tmp",
-        tmp_path / "r" / ".x.json.abcdefgh.tmp",
-    ]
-    left[0].mkdir(parents=True)
-    left[1].write_text("half")
-    line = "train-ppo --backend serial --path torch --total-timesteps 1024 --eval-episodes 1 --no-tensorboard"
-    assert main([*line.split(), "--run-dir", str(tmp_path / "r")]) == 0
-    assert not any(path.exists() for path in left)
 
 
 def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path, monkeypatch):
@@ -334,17 +276,10 @@ def test_a_run_that_goes_on_is_not_told_as_completed_however_it_ends(tmp_path, a
         add(run)
         assert not (tmp_path / "summary.json").exists()
         run.finish({"steps": 2})
+        run.fail(KeyboardInterrupt())  # after its end
         assert run_folder.read_summary(tmp_path)["metrics"] == {"steps": 2}
         add(run)  # in the same process
         assert not (tmp_path / "summary.json").exists()
-
-
-def test_a_run_that_breaks_off_after_its_end_has_still_ended(tmp_path):
-    with RunFolder(tmp_path, "train", 0) as run:
-        run.append_metrics({"step": 1})
-        run.finish({"steps": 1})
-        run.fail(KeyboardInterrupt())
-    assert run_folder.read_summary(tmp_path)["status"] == "completed"
 
 
 def test_rows_that_stay_stand_once_and_in_order(tmp_path):

@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,7 @@ FAULTS = {
 LETHAL = frozenset({12, 13, 14})
 """Actions that end the worker, and with it the neighbours of the env."""
 
-INDEX, SEED, EPISODE, T, ACTION, RESETS, MARK = range(7)
+INDEX, SEED, EPISODE, T, ACTION, RESETS = range(6)
 
 
 class OwnBaseException(BaseException):
@@ -45,26 +44,21 @@ class OwnBaseException(BaseException):
 
 
 class Encoded(gymnasium.Env[Any, Any]):
-    """Observations `[index, seed, episode, t, last action, resets, mark]`: a stale or foreign one is noticed.
+    """Observations `[index, seed, episode, t, last action, resets]`: a stale or foreign one is noticed.
 
     `seed` is -1 before the first, `resets` counts those of this instance. Episodes last 1 to 4 steps; in odd
     ones the end is a termination, in even ones a truncation.
     """
 
-    observation_space = spaces.Box(-np.inf, np.inf, (7,), np.float64)
+    observation_space = spaces.Box(-np.inf, np.inf, (6,), np.float64)
     action_space = spaces.Discrete(16)
 
     def __init__(self, index: int) -> None:
-        self.index, self.mark = index, 0
+        self.index = index
         self.seed_, self.episode, self.t, self.action, self.resets = -1, 0, 0, 0, 0
 
     def tell(self) -> list[int]:
-        return [self.index, self.seed_, self.episode, self.t, self.action, self.resets, self.mark]
-
-    def tell_or_fail(self, index: int) -> list[int]:
-        if self.index == index:
-            raise LookupError(f"asked {index}")
-        return self.tell()
+        return [self.index, self.seed_, self.episode, self.t, self.action, self.resets]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
@@ -243,28 +237,15 @@ class Twin:
             assert row[INDEX] == self.env.index, row
             assert (row[T], row[ACTION]) == (0, 0), row
             assert 0 <= row[SEED] < 2**31, f"not seeded, or too large: {row}"
-            assert row[MARK] in (0, self.env.mark), row
             if seed is not None:
                 assert (row[SEED], row[EPISODE]) == (seed, 1), row
             if self.fresh:
                 assert row[RESETS] <= 2, f"not a new env: {row}"
-            self._take_over(obs)
+            env = self.env
+            env.seed_, env.episode, env.t, env.action, env.resets = row[SEED:]
         else:
             expected, told = self.env.reset(seed=seed)
             assert same(obs, expected), f"expected {expected}, got {obs}"
             assert info is None or same(info, told), f"expected {told}, got {info}"
         self.fresh = self.unsure = self.over = False
         self.shown, self.lasts = obs, [obs]
-
-    def _take_over(self, obs: Any) -> None:
-        env = self.env
-        row = [int(value) for value in obs]
-        env.seed_, env.episode, env.t, env.action, env.resets, env.mark = row[SEED:]
-        self.fresh = False
-
-    def see_state(self, row: Sequence[int]) -> None:
-        """Check what the env itself tells."""
-        if not (self.unsure or self.fresh):
-            assert list(row) == self.env.tell()
-        else:
-            assert row[INDEX] == self.env.index

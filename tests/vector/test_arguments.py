@@ -94,11 +94,7 @@ def test_options_of_a_reset_that_are_no_dict_are_refused_as_such(options: Any) -
     ("options", "error", "message"),
     [
         ({"backend": "proces"}, ValueError, "no vector backend named 'proces'. Did you mean 'process'"),
-        (
-            {"on_failure": "restrat"},
-            ValueError,
-            "on_failure must be 'raise' or 'restart', got 'restrat'",
-        ),
+        ({"on_failure": "restrat"}, ValueError, "on_failure must be 'raise' or 'restart', got 'restrat'"),
         ({"start_method": "frok"}, ValueError, "no start method named 'frok'. Did you mean 'fork'"),
         ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
         ({"step_timeout": 0}, ValueError, "step_timeout must be positive, got 0"),
@@ -115,11 +111,7 @@ def test_options_of_a_reset_that_are_no_dict_are_refused_as_such(options: Any) -
         ({"backend": None}, ValueError, "no vector backend named None"),
         ({"autoreset": None}, ValueError, "no autoreset mode None"),
         ({"max_restarts": float("nan")}, ValueError, "max_restarts must be a number or None, got nan"),
-        (
-            {"max_restarts": None},
-            TypeError,
-            "max_restarts must be a number .math.inf for no limit., got None",
-        ),
+        ({"max_restarts": None}, TypeError, "max_restarts must be a number .math.inf .*, got None"),
         ({"max_restarts": "3"}, TypeError, "max_restarts must be a number or None, got '3'"),
         ({"check_nan": None}, TypeError, "check_nan must be True or False, got None"),
         ({"copy": "yes"}, TypeError, "copy must be True or False, got 'yes'"),
@@ -136,22 +128,6 @@ def test_options_that_do_not_exist_or_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         make_vec(CountEnv, 2, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 1},
-        {"step_timeout": 30.5},
-        {"on_failure": "restart", "make_timeout": 30.5},
-    ],
-    ids=str,
-)
-def test_one_worker_and_limits_of_broken_seconds_are_taken(options: dict[str, Any]) -> None:
-    envs = make_vec(CountEnv, 2, backend="process", **options)
-    envs.reset(seed=0)
-    assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
-    envs.close()
 
 
 @pytest.mark.parametrize(
@@ -257,13 +233,15 @@ def test_seeds_are_whole_numbers_of_any_kind_and_nothing_else() -> None:
     assert [seen[0] for seen, _ in envs.reset_some([1, 0], drawn)] == [4, 5]
     envs.send_reset([0, 1], drawn)
     assert envs.recv(2).observations[:, 0].tolist() == [4, 5]
-    for seeds in (0.5, [0.5, 1.7], "12", ["1", "2"], {0: 7, 1: 8}, {7, 8}, b"78"):
+    wrong: list[Any] = [0.5, [0.5, 1.7], "12", ["1", "2"], {0: 7, 1: 8}, {7, 8}, b"78"]
+    resets = [functools.partial(envs.reset, seed=seeds) for seeds in wrong]
+    for reset in (
+        *resets,
+        lambda: envs.reset_some([0], wrong[1][:1]),
+        lambda: envs.send_reset([0, 1], wrong[1]),
+    ):
         with pytest.raises(TypeError, match="a seed must be a whole number or None, got"):
-            envs.reset(seed=seeds)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
-        envs.reset_some([0], [0.5])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
-        envs.send_reset([0, 1], [0.5, 1])  # type: ignore[list-item]
+            reset()
     assert envs.reset(seed=np.int64(7))[0][:, 0].tolist() == [7, 8]
     envs.close()
 
@@ -329,19 +307,6 @@ def test_values_without_the_parts_of_their_space_are_refused_with_what_was_expec
     envs.close()
 
 
-def test_one_number_is_no_action_or_seed_for_each_of_several() -> None:
-    envs = make_vec(CountEnv, 2, backend="serial")
-    envs.reset(seed=0)
-    for step in (envs.step_some, envs.send):
-        with pytest.raises(
-            TypeError, match="expected one action for each of 2 environments, got the single 3"
-        ):
-            step([0, 1], 3)
-    with pytest.raises(TypeError, match="expected one seed for each of 2 environments, got the single 3"):
-        envs.send_reset([0, 1], 3)  # type: ignore[arg-type]
-    envs.close()
-
-
 @pytest.mark.parametrize("actions", [lambda: map(int, "12"), lambda: {"a": 1, "b": 2}.values()])
 def test_actions_may_be_whatever_can_be_gone_through_as_in_gymnasium(actions: Any) -> None:
     for envs in (SyncVectorEnv([CountEnv] * 2), make_vec(CountEnv, 2, backend="serial")):
@@ -363,18 +328,14 @@ class HeedingEnv(CountEnv):
         return (*super().step(1)[:4], {"heard": action})
 
 
-def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for() -> None:
+@pytest.mark.parametrize("single", ["up", 3])
+def test_a_number_or_a_text_is_one_action_and_not_one_for_each_env(single: Any) -> None:
     envs = make_vec(HeedingEnv, 2, backend="serial")
     envs.reset(seed=0)
-    with pytest.raises(
-        TypeError, match="expected one action for each of 2 environments, got the single 'up'"
-    ):
-        envs.step("up")
-    for step in (envs.step_some, envs.send):
-        with pytest.raises(
-            TypeError, match="expected one action for each of 2 environments, got the single 'up'"
-        ):
-            step([0, 1], "up")
+    some = functools.partial(envs.step_some, [0, 1]), functools.partial(envs.send, [0, 1])
+    for step in (envs.step, *some, functools.partial(envs.send_reset, [0, 1])):
+        with pytest.raises(TypeError, match=f"one (action|seed) for each of 2 .*, got the single {single!r}"):
+            step(single)
     assert envs.step(["up", "down"])[4]["heard"].tolist() == ["up", "down"]
     envs.close()
 

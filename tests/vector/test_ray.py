@@ -19,7 +19,10 @@ from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.same_step import make_vec
 from tests.vector.scripted import Scripted, SlowEnv, same
 
-with_ray = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+
+def on_ray(test: Any) -> Any:
+    """Marks a test that starts Ray."""
+    return pytest.mark.slow(pytest.mark.ray(pytest.mark.filterwarnings("ignore")(test)))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +73,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.ray
+@on_ray
 def test_ray_is_started_where_it_does_not_run_and_its_end_is_noticed() -> None:
     pytest.importorskip("ray")
     path = os.pathsep.join(str(Path(item).resolve()) for item in sys.path if item)
@@ -85,9 +87,7 @@ def test_ray_is_started_where_it_does_not_run_and_its_end_is_noticed() -> None:
     assert ran.stdout.split()[-2:] == ["WorkerDiedError", "done"], ran.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
+@on_ray
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 @pytest.mark.parametrize(
     "space",
@@ -118,9 +118,7 @@ def test_ray_gives_what_the_caller_itself_gives(cluster: Any, space: Any, mode: 
     near.close()
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
+@on_ray
 @pytest.mark.parametrize("fault", ["exit", "raise", "hang", "info"])
 def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> None:
     fns = [
@@ -138,9 +136,7 @@ def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> No
     envs.close()
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
+@on_ray
 def test_deaths_and_hangs_are_named(cluster: Any) -> None:
     envs = make_vec(functools.partial(Faulty, "exit"), 2, backend="ray", num_workers=1)
     envs.reset(seed=0)
@@ -155,9 +151,7 @@ def test_deaths_and_hangs_are_named(cluster: Any) -> None:
     slow.close()
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
+@on_ray
 def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
     envs = make_vec([functools.partial(SlowEnv, s) for s in (2.0, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)

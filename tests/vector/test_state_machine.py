@@ -449,39 +449,6 @@ class VectorMachine(RuleBasedStateMachine):
             for twin in self.twins:
                 twin.unsure, twin.shown = True, None
 
-    # calls
-
-    @operation()
-    def call(self) -> None:
-        self.be_certain()
-        with watchdog("call"):
-            rows = self.envs.call("tell")
-        for twin, row in zip(self.twins, rows, strict=True):
-            twin.see_state(row)
-
-    @operation(ids=chosen, more=st.integers(0, 9))
-    def apply(self, ids: list[int], more: int) -> None:
-        self.be_certain()
-        with watchdog("apply"):
-            results = self.envs.apply(lambda env, x: (env.unwrapped.tell(), x), more, indices=ids)
-        for i, (row, came) in zip(ids, results, strict=True):
-            self.twins[i].see_state(row)
-            assert came == more
-
-    @operation(index=st.integers(0, N - 1))
-    def call_that_fails(self, index: int) -> None:
-        self.be_certain()
-        with watchdog("call"), pytest.raises(LookupError, match=f"env {index} .*asked {index}"):
-            self.envs.call("tell_or_fail", index)
-
-    @operation(marks=st.lists(st.integers(1, 99), min_size=N, max_size=N))
-    def set_attr(self, marks: list[int]) -> None:
-        self.be_certain()
-        with watchdog("set_attr"):
-            self.envs.set_attr("mark", marks)
-        for twin, mark in zip(self.twins, marks, strict=True):
-            twin.env.mark = mark
-
 
 def play(layout: str, examples: int, steps: int = 15, limit: float | None = None, **options: Any) -> None:
     run_state_machine_as_test(

@@ -427,11 +427,10 @@ class RunFolder(Closing):
         """
         if not (self.path / "summary.json").exists():
             try:
-                if not isinstance(error, KeyboardInterrupt):
-                    self.log("".join(traceback.format_exception(error)).rstrip(), logging.ERROR)
                 if isinstance(error, KeyboardInterrupt):
                     self.finish({}, "interrupted")
                 else:
+                    self.log("".join(traceback.format_exception(error)).rstrip(), logging.ERROR)
                     self.finish({}, "failed", error=with_frames(error)[:MOST_REASON])
             except (OSError, WorkerError) as other:
                 logger.error("the run failed, and its summary could not be written: %s", other)

@@ -34,7 +34,7 @@ class Buffers:
         n_envs: number of environments.
         observations: layout of one.
         actions: layout of one.
-        memory: the block, None for private memory, or False for `nbytes` only.
+        memory: the block, or None for private memory.
     """
 
     rewards: Array  # [n_envs] float64
@@ -53,8 +53,6 @@ class Buffers:
         obs = [self._leaf(leaf, n_envs) for leaf in observations.leaves]
         final = self._leaf(observations.leaves[0], n_envs) if observations.is_leaf else None
         self.nbytes = self._size
-        if memory is False:  # only the size was asked for
-            return
         view = memoryview(bytearray(self.nbytes) if memory is None else memory)
         self.rewards, self.flags = _array(view, rewards), _array(view, flags)
         self.terminated, self.truncated = self.flags[:n_envs], self.flags[n_envs:]
@@ -69,10 +67,6 @@ class Buffers:
 
     def _leaf(self, leaf: Leaf, n_envs: int) -> _Place | None:
         return self._place(leaf.dtype, (n_envs, *leaf.shape)) if leaf.kind == "fixed" else None
-
-    def any_end(self) -> bool:
-        """Whether an episode ended in the last step."""
-        return b"\x01" in self.flags.tobytes()
 
 
 _Place = tuple[int, np.dtype[Any], tuple[int, ...]]
@@ -153,13 +147,9 @@ class Observations:
             for column in self.columns
         ]
 
-    def leaves(self, i: int) -> list[Any]:
-        """The leaf values of one environment's observation; copies."""
-        return [column[0] for column in self.some([i])]
-
     def one(self, i: int) -> Any:
         """One environment's observation."""
-        return self.layout.rebuild(self.leaves(i))
+        return self.layout.rebuild([column[0] for column in self.some([i])])
 
     def put(self, i: int, leaves: Sequence[Any]) -> None:
         """Make these leaf values the observation of one environment."""

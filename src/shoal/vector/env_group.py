@@ -34,6 +34,7 @@ from shoal.vector.infos import CELLS, FINAL_IN_BUFFER, EnvInfo, Info, InfoTable
 from shoal.vector.messages import (
     NOTHING,
     Apply,
+    Attach,
     Close,
     Command,
     EnvDescription,
@@ -94,6 +95,8 @@ class EnvGroup:
                 return self.reset(command)
             case Make():
                 return self.make()
+            case Attach():
+                return self.attach(command)
             case Close():
                 return self.close()
             case Rebuild():
@@ -127,9 +130,10 @@ class EnvGroup:
                 break
         return reply
 
-    def attach(self, buffers: Buffers, autoreset: AutoresetMode, check_nan: bool) -> None:
-        """Point at the rows of the buffers that results go to; buffers for this group alone are its own."""
-        self.buffers, self.autoreset, self.check_nan = buffers, autoreset, check_nan
+    def attach(self, command: Attach, buffers: Buffers | None = None) -> Reply:
+        """Write results into these buffers from now on; into its own where none are given or they are for it alone."""
+        buffers = command.buffers(n_envs=self.count) if buffers is None else buffers
+        self.buffers, self.autoreset, self.check_nan = buffers, command.autoreset, command.check_nan
         self.layout = buffers.observations
         self.has_own_buffers = buffers.n_envs == self.count
         rows = slice(0, None) if self.has_own_buffers else slice(self.first, self.first + self.count)
@@ -138,14 +142,15 @@ class EnvGroup:
         leaves = self.layout.leaves
         self._writers = {i: RowWriter(leaves[i], buffers.obs[i][rows]) for i in self.layout.fixed}
         self._floats = [writer for writer in self._writers.values() if writer.dtype.kind == "f"]
-        self._by_message = [*self.layout.text, *self.layout.objects]
+        self._by_message = [i for i in range(len(leaves)) if i not in self._writers]
         self._plain = self._writers[0] if self.layout.is_leaf and self._writers else None
         self._only_text = self.layout.is_leaf and leaves[0].kind == "text"
         self._final = None if buffers.final is None else buffers.final[rows]
-        self._checks_observations = check_nan and bool(self._floats)
+        self._checks_observations = self.check_nan and bool(self._floats)
         self._read = reader(buffers, 0 if self.has_own_buffers else self.first, self.count)
         self._all = range(self.count)
         self._steps = [env.step for env in self.envs]
+        return NOTHING
 
     def actions(self, members: Sequence[int] | None, pickled: PickledActions) -> list[Any]:
         """The actions for the members, as the caller left them in the buffers or beside."""
@@ -372,17 +377,12 @@ class EnvGroup:
             pass
         for j in members:
             try:
-                self._write_reward(j, rewards[j])
+                self.rewards[j] = value = reward_of(rewards[j])
+                if self.check_nan and not math.isfinite(value):
+                    raise EnvError(f"reward is {'NaN' if np.isnan(value) else 'infinite'}{IF_MEANT}")
             except EnvError as error:
                 self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
                 self._refuse(j, error, failures)
-
-    def _write_reward(self, j: int, reward: Any) -> None:
-        """Write one reward, unless it is none."""
-        self.rewards[j] = value = reward_of(reward)
-        if self.check_nan and not math.isfinite(value):
-            self.rewards[j] = 0.0
-            raise EnvError(f"reward is {'NaN' if np.isnan(value) else 'infinite'}{IF_MEANT}")
 
     def _refuse_nan(self, members: Sequence[int], failures: list[Failure]) -> None:
         for writer in self._floats:

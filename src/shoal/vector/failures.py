@@ -164,10 +164,13 @@ class FailurePolicy:
                 continue
             if not (self.pool.same_step and i in stepped):
                 self.pool.shown.put(i, [column[i] for column in self._last])
-            if i in stepped:
-                env_infos.append(self._ended(i, ends[i], why, info))
-            else:
+            if i not in stepped:
                 self.pool.undone[i] = failure
+                continue
+            end, buffers = ends[i], self.pool.buffers
+            buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[:3]
+            final, final_info = (end.final, {**end.info, **why}) if self.pool.same_step else (None, None)
+            env_infos.append(EnvInfo(i, final, final_info, info))
         return env_infos
 
     def _affected_by(self, failures: Sequence[Failure], attempts: Mapping[int, int]) -> dict[int, Failure]:
@@ -189,8 +192,8 @@ class FailurePolicy:
             if worker.lost is not None:
                 affected.update(dict.fromkeys(worker.ids, failure))
             if self.pool.warns:
-                done = "the environment is restarted (on_failure='restart')"
-                logger.warning("%s; %s", describe(failure), done)
+                told = "%s; the environment is restarted (on_failure='restart')"
+                logger.warning(told, describe(failure))
         return affected | {failure.env: failure for failure in failures}
 
     def _end_of(self, i: int, failure: Failure) -> End:
@@ -204,14 +207,6 @@ class FailurePolicy:
             return End(float(buffers.rewards[i]), *flags, final, info)
         last = buffers.observations.rebuild([column[i] for column in self._last])
         return End(0.0, False, True, deep_copy(last), {})
-
-    def _ended(self, i: int, end: End, why: Info, info: Info) -> EnvInfo:
-        """Show the end of an episode in the flags, and as what the env reported."""
-        buffers = self.pool.buffers
-        buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[:3]
-        if self.pool.same_step:
-            return EnvInfo(i, end.final, {**end.info, **why}, info)
-        return EnvInfo(i, None, None, info)
 
     def _replace(
         self, affected: Mapping[int, Failure], given: Mapping[int, int | None], stepped: set[int]

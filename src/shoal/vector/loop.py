@@ -155,10 +155,9 @@ def serve(
                 assert command.memory is not None
                 assert group is not None
                 memory = SharedMemory(command.memory)
-                group.attach(command.buffers(memory.buf), command.autoreset, command.check_nan)
+                reply = group.attach(command, command.buffers(memory.buf))
                 gc.collect()
                 gc.freeze()
-                reply = NOTHING
             else:
                 if isinstance(command, Reset) and not seeded:
                     seeded = seed_globals(command.seeds, first)

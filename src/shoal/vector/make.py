@@ -268,7 +268,7 @@ def open_workers(
 ) -> StartedWorkers:
     """Make the environments according to the plan; `describe` may change or refuse their spaces."""
     share = plan.caller_share
-    workers = [Worker(0, env_fns[:share])] if share else []
+    workers = [Worker(0, env_fns[:share], options.limits)] if share else []
     release = functools.partial(_release, None)
     try:
         workers += _workers(env_fns[share:], share, plan, options)
@@ -285,7 +285,7 @@ def open_workers(
         attach = Attach(len(env_fns), *layouts, options.autoreset, options.check_nan)
         buffers = attach.buffers()
         if any(isinstance(worker, ProcessWorker) for worker in workers):
-            block = shared_block(Buffers(len(env_fns), *layouts, memory=False).nbytes)
+            block = shared_block(buffers.nbytes)
             release = functools.partial(_release, block)
             attach.memory = block.name
             buffers = attach.buffers(block.buf)

@@ -52,7 +52,6 @@ class Layout:
         self.is_leaf = isinstance(node, int)
         self.fixed = [i for i, leaf in enumerate(leaves) if leaf.kind == "fixed"]
         self.text = [i for i, leaf in enumerate(leaves) if leaf.kind == "text"]
-        self.objects = [i for i, leaf in enumerate(leaves) if leaf.kind == "object"]
 
     @classmethod
     def of(cls, space: Space[Any]) -> Layout:

@@ -401,10 +401,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._step_began = time.perf_counter()
         self.buffers.flags.fill(False)
         if pickled:
-            everyone = [(worker, range(worker.count)) for worker in self.workers]
-            self._begin(
-                "step", [(worker, _step_of(worker, members, pickled)) for worker, members in everyone]
-            )
+            self._begin("step", [(w, _step_of(w, range(w.count), pickled)) for w in self.workers])
         else:
             self._begin("step", [(worker, STEP_ALL) for worker in self.workers])
 
@@ -556,18 +553,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
         """The result of a call for each env; one that raises leaves episodes as they are, but for lost workers."""
-        failures: list[Failure] = []
-
-        def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:
-            failures.extend(failures_of(replies))
-            self._break_off([(worker, command) for worker, command in pending if worker.lost is not None])
-            answers: dict[int, Any] = {}
-            for (worker, command), reply in zip(pending, replies, strict=True):
-                answers.update(zip(ids_of(worker, command), reply.value or (), strict=False))
-            return answers
-
-        answers = self._end("call", timeout, take)
-        raise_first(failures)
+        replies, pending = self._end("call", timeout, lambda *given: given)
+        self._break_off([(worker, command) for worker, command in pending if worker.lost is not None])
+        answers: dict[int, Any] = {}
+        for (worker, command), reply in zip(pending, replies, strict=True):
+            answers.update(zip(ids_of(worker, command), reply.value or (), strict=False))
+        raise_first(failures_of(replies))
         return answers
 
     def render(self) -> tuple[Any, ...]:
@@ -650,9 +641,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(DeadlineError):
             wait_for(list(self._in_flight), deadline, min(min_envs, len(self.in_flight)))
-        pending: Pending = [
-            (worker, command) for worker, command in self._in_flight.items() if worker.answered()
-        ]
+        pending = [(worker, command) for worker, command in self._in_flight.items() if worker.answered()]
         try:
             for worker, _ in pending:
                 del self._in_flight[worker]

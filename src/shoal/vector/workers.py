@@ -2,6 +2,7 @@
 
 Each gets one command at a time, is waited for by `collect`, and is given up when it dies or takes too long.
 """
+# ruff: noqa: D102 (what is not documented here is in `Worker`)
 
 from __future__ import annotations
 
@@ -78,9 +79,6 @@ class Limits(NamedTuple):
     make: float | None = None
 
 
-NO_LIMITS = Limits()
-
-
 class DeadlineError(Exception):
     """A wait with a timeout is over."""
 
@@ -96,7 +94,7 @@ class Worker:
     inline = True
     can_be_killed = True
 
-    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS) -> None:
+    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
         self.ids = range(first, first + self.count)
         self.limits = limits
@@ -114,10 +112,6 @@ class Worker:
         self.starts += 1
         self.lost = None
         self.begin(Make(self.env_fns))
-
-    def attach(self, buffers: Buffers) -> None:
-        """Know where its results go."""
-        self.buffers = buffers
 
     def _start(self) -> None:
         self.group = EnvGroup(self.env_fns, self.first)
@@ -153,8 +147,7 @@ class Worker:
         command = self.command
         if isinstance(command, Attach):
             assert self.buffers is not None
-            self.group.attach(self.buffers, command.autoreset, command.check_nan)
-            return Reply()
+            return self.group.attach(command, self.buffers)
         return self.group.run(command)
 
     # --- deaths and time limits
@@ -308,7 +301,7 @@ def check(workers: Sequence[Worker]) -> None:
 def attach_all(workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> list[Failure]:
     """Tell workers where their results go; what failed."""
     for worker in workers:
-        worker.attach(buffers)
+        worker.buffers = buffers
         worker.begin(attach)
     return [failure for reply in collect(workers) for failure in reply.failures]
 
@@ -363,13 +356,7 @@ class GroupThread:
         command: Any = None
         while not isinstance(command, Close):
             command = self.commands.get()
-            if isinstance(command, Attach):
-                own = command.buffers(n_envs=self.group.count)
-                self.group.attach(own, command.autoreset, command.check_nan)
-                reply = Reply()
-            else:
-                reply = self.group.run(command)
-            self.replies.append(reply)
+            self.replies.append(self.group.run(command))
             self._done.release()
 
 
@@ -395,11 +382,9 @@ class ThreadWorker(Worker):
         self._thread.commands.put(with_actions(command, self.buffers, self.first, self.count))
 
     def answered(self) -> bool:
-        """Whether `receive` does not wait."""
         return self.lost is not None or (self._thread is not None and bool(self._thread.replies))
 
     def wait(self, workers: Sequence[Any], seconds: float) -> None:
-        """Sleep until one of these may have answered, or so many seconds."""
         self._done.acquire(timeout=seconds)
 
     def _receive(self) -> Reply:
@@ -411,7 +396,6 @@ class ThreadWorker(Worker):
         return self._thread.replies[0]
 
     def progress(self) -> int:
-        """Position of the env at work."""
         return int(self._thread.group.progress[0]) if self._thread is not None else 0
 
     def alive(self) -> bool:
@@ -504,7 +488,6 @@ class ProcessWorker(Worker):
             self._begin.release()
 
     def answered(self) -> bool:
-        """Whether `receive` does not wait."""
         if self.lost is not None:
             return True
         if self._begin is not None:
@@ -513,7 +496,6 @@ class ProcessWorker(Worker):
         return bool(self.process.pipe.poll(0))
 
     def wait(self, workers: Sequence[Any], seconds: float) -> None:
-        """Sleep until one of these may have answered, or so many seconds."""
         if (done := self._signals.done) is not None:
             patience = self._signals.patience
             if patience is None or not patience.take(done.acquire):
@@ -542,7 +524,6 @@ class ProcessWorker(Worker):
             return Reply()
 
     def progress(self) -> int:
-        """Position of the env at work, or `LOADING`."""
         return int(self._words[PROGRESS])
 
     def alive(self) -> bool:
@@ -555,17 +536,14 @@ class ProcessWorker(Worker):
             self.process.close()
 
     def ask_for_stack(self) -> None:
-        """Have the process write where its threads are."""
         if self.process is not None:
             self.process.ask_for_stack()
 
     def stack(self) -> str:
-        """Where it was when it was asked, or crashed."""
         return self.process.stack() if self.process is not None else ""
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
         return self.process.pid if self.process is not None else None
 
     def stats(self) -> dict[str, Any]:
@@ -574,7 +552,6 @@ class ProcessWorker(Worker):
         return {"pid": self.pid, "rss_mib": memory / 2**20, "restarts": self.starts - 1}
 
     def death(self) -> Failure:
-        """That its process is gone."""
         assert self.process is not None
         self.process.wait(1.0)
         failure = self.failure("died", f"its worker process {describe_exit(self.process.exit_code)}")
@@ -583,7 +560,6 @@ class ProcessWorker(Worker):
         return failure
 
     def begin_close(self) -> bool:
-        """Have it close its environments; whether it can answer."""
         return self.process is not None and super().begin_close()
 
     def close(self) -> None:

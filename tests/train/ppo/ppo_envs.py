@@ -14,9 +14,26 @@ from gymnasium import spaces
 from shoal.core.seeding import derive_seed
 
 if TYPE_CHECKING:
+    from shoal.train.ppo.checkpoint import Checkpoint
     from shoal.train.ppo.ppo import PPO
 
 FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
+SMALL_RUN = [
+    "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
+    "--no-tensorboard",
+]  # fmt: skip
+"""Options of a run that takes a moment."""
+
+
+def state(ppo: PPO) -> dict[str, bytes]:
+    """All that a checkpoint of this run would hold."""
+    return bytes_of(ppo.checkpoint())
+
+
+def bytes_of(saved: Checkpoint) -> dict[str, bytes]:
+    """The arrays of a checkpoint."""
+    parts = (saved.weights, saved.optimizer, saved.statistics, saved.episodes)
+    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
 
 
 def weights(ppo: PPO) -> dict[str, np.ndarray]:

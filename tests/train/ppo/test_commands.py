@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.train.ppo.ppo_envs import SMALL_RUN
 
 import shoal
 from shoal.cli.main import main
@@ -23,8 +24,7 @@ from shoal.train.ppo.ppo import PPO
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("ppo") / "run"
-    words = ["--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
-             "--no-tensorboard", "--eval-episodes", "2", "--total-timesteps", "640"]  # fmt: skip
+    words = [*SMALL_RUN, "--eval-episodes", "2", "--total-timesteps", "640"]
     assert main(["train-ppo", *words, "--run-dir", str(place)]) == 0
     return place
 

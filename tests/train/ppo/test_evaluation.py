@@ -74,8 +74,9 @@ def test_an_env_that_fails_in_evaluation_is_named_as_in_a_rollout(path):
             EnvError, match="evaluation failed in episode 0, step 89, action .*the plug was pulled"
         ):
             ppo.evaluate(1)
-        with pytest.raises(ConfigError, match="episodes must be a whole number, got 2.5"):
-            ppo.evaluate(2.5)
+        for episodes, message in ((2.5, "a whole number, got 2.5"), (0, "at least 1, got 0")):
+            with pytest.raises(ConfigError, match=f"episodes must be {message}"):
+                ppo.evaluate(episodes)
 
 
 class PaysArrays(CountingEnv):
@@ -89,30 +90,27 @@ def test_a_reward_may_be_an_array_of_one_number_in_evaluation_too():
         assert ppo.learn(64).evaluate(1).mean == ppo.log.mean_reward == 5.0
 
 
-class PaysText(CountingEnv):
-    def step(self, action):
-        observation, reward, *rest = super().step(action)
-        return observation, str(reward), *rest
+class InWords(CountingEnv):
+    """Pays, or ends, in words."""
 
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
 
-def test_a_reward_in_words_is_refused_in_evaluation_as_in_a_rollout():
-    with PPO(PaysText, n_envs=2, backend="serial", **FAST) as ppo:
-        with pytest.raises(EnvError, match="reward must be"):
-            ppo.learn(64)
-        with pytest.raises(EnvError, match="the reward must be a number, got '1.0'"):
-            ppo.evaluate(1)
-
-
-class EndsInWords(CountingEnv):
     def step(self, action):
         observation, reward, *_, info = super().step(action)
-        return observation, reward, "False", False, info
+        ends = self.what == "end"
+        return observation, reward if ends else str(reward), "False" if ends else False, False, info
 
 
-def test_an_end_in_words_is_refused_in_evaluation_as_in_a_rollout():
-    with PPO(EndsInWords, n_envs=2, backend="serial", **FAST) as ppo:
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("reward", "reward must be .*, got '1.0'"), ("end", "terminated must be True or False, got 'False'")],
+)
+def test_rewards_and_ends_in_words_are_refused_in_evaluation_as_in_a_rollout(what, message):
+    with PPO(partial(InWords, what), preset="none", n_envs=2, backend="serial", **FAST) as ppo:
         for play in (partial(ppo.learn, 64), partial(ppo.evaluate, 1)):
-            with pytest.raises(EnvError, match="terminated must be True or False, got 'False'"):
+            with pytest.raises(EnvError, match=message):
                 play()
 
 
@@ -129,8 +127,3 @@ def test_masks_that_begin_after_the_reset_are_refused(monkeypatch):
     monkeypatch.setattr(MaskedLate, "at", {0: None})
     with pytest.raises(ConfigError, match="at a step, but not at the reset before"):
         PPO(MaskedLate, n_envs=2, backend="serial", **FAST)
-
-
-def test_an_evaluation_of_no_episodes_is_refused():
-    with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
-        PPO(CountingEnv, preset="none", backend="serial").evaluate(0)

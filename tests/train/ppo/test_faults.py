@@ -17,14 +17,12 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from tests.train.ppo.ppo_envs import CountingEnv
+from tests.train.ppo.ppo_envs import SMALL_RUN, CountingEnv, bytes_of, state
 
 from shoal.cli.main import main
-from shoal.core.errors import ConfigError, DataError, WorkerError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
-from shoal.train.ppo.arrays.spaces import ActionRows
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.ppo import PPO, Evaluation
@@ -33,10 +31,7 @@ from shoal.train.ppo.trainer import PPOTrainer
 
 REPO = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-SMALL = [
-    "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
-    "--no-tensorboard", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1"]
 SETTINGS = {
     "preset": "none",
     "n_envs": 2,
@@ -52,9 +47,7 @@ def train(run: Path, *more: str) -> int:
 
 
 def last(root: Path) -> dict[str, bytes]:
-    saved = load_checkpoint(root)
-    parts = (saved.weights, saved.optimizer, saved.statistics, saved.episodes)
-    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
+    return bytes_of(load_checkpoint(root))
 
 
 def everything(run: Path) -> dict[str, bytes]:
@@ -62,28 +55,7 @@ def everything(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in kept}
 
 
-def state(ppo: PPO) -> dict[str, bytes]:
-    mine = ppo.checkpoint()
-    parts = (mine.weights, mine.optimizer, mine.statistics, mine.episodes)
-    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
-
-
 # --- a run that is at its end
-@pytest.mark.slow
-def test_resuming_a_finished_run_changes_nothing_and_extending_it_then_is_exact(tmp_path):
-    for name in ("poked", "plain"):
-        assert train(tmp_path / name, "--total-timesteps", "640") == 0
-    before = everything(tmp_path / "poked")
-    for _ in range(2):
-        assert main(["train-ppo", "--resume-from", str(tmp_path / "poked")]) == 0
-    assert everything(tmp_path / "poked") == before
-    for name in ("poked", "plain"):
-        assert main(["train-ppo", "--resume-from", str(tmp_path / name), "--total-timesteps", "1280"]) == 0
-    assert last(tmp_path / "poked") == last(tmp_path / "plain")
-    rows = [json.loads(line) for line in (tmp_path / "poked" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == list(range(1, 21))
-
-
 def test_resuming_with_fewer_steps_than_there_are_says_so_and_rewrites_nothing(tmp_path, capsys):
     assert train(tmp_path / "run", "--total-timesteps", "640") == 0
     before = everything(tmp_path / "run")
@@ -370,23 +342,6 @@ def test_a_second_run_in_the_same_folder_is_refused_before_it_reads_or_writes(tm
     assert everything(tmp_path / "run") == before
 
 
-def test_what_another_run_saved_while_we_waited_for_the_folder_is_what_we_go_on_from(tmp_path, monkeypatch):
-    """The checkpoint is read under the lock: read before, it could be an older one than the folder then has."""
-    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
-    seen = []
-    load = PPO.load.__func__
-
-    def watched(cls, *arguments, **options):
-        with pytest.raises(WorkerError):
-            RunFolder(tmp_path / "run", "another", 0)
-        seen.append(True)
-        return load(cls, *arguments, **options)
-
-    monkeypatch.setattr(PPO, "load", classmethod(watched))
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "1280"]) == 0
-    assert seen == [True]
-
-
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path, capsys):
     kept = ["--checkpoint-dir", str(tmp_path / "kept")]
     with RunFolder(tmp_path / "kept", "train-ppo", 0):
@@ -395,7 +350,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path, capsys):
     assert train(tmp_path / "run", "--total-timesteps", "64", *kept) == 0
 
 
-@pytest.mark.parametrize("where", ["checkpoints", "best", "emergency", "outside"])
+@pytest.mark.parametrize("where", ["", "checkpoints", "best", "emergency", "outside"])
 def test_what_killed_writers_left_is_swept_by_the_next_run(tmp_path, where):
     run, outside = tmp_path / "run", tmp_path / "kept"
     folder = outside if where == "outside" else run / where
@@ -436,32 +391,7 @@ def test_going_on_from_an_earlier_checkpoint_needs_a_folder_of_its_own_unless_th
     assert (later.parent / f"broken-{later.name}" / "weights.safetensors").read_bytes() == b"broken"
 
 
-# --- the optimizer on its device
-def test_adams_counter_is_put_where_the_fused_optimizer_reads_it():
-    """On CUDA the fused Adam refuses a step counter that lies on the CPU; a meta device shows where it is put."""
-    import gymnasium
-
-    from shoal.train.ppo.learner import TorchLearner
-    from shoal.train.ppo.networks import MLPActorCritic
-
-    actions = ActionRows(gymnasium.spaces.Discrete(2))
-    saved = TorchLearner(MLPActorCritic(3, actions, hidden=(4,)), actions)
-    for parameter in saved.network.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    saved.optimizer.step()
-    weights, optimizer = saved.state()
-    loaded = TorchLearner(MLPActorCritic(3, actions, hidden=(4,)), actions)
-    for name, parameter in list(loaded.network.named_parameters()):
-        module, _, leaf = name.rpartition(".")
-        setattr(loaded.network.get_submodule(module), leaf, torch.nn.Parameter(parameter.detach().to("meta")))
-    loaded = TorchLearner(loaded.network, actions, "meta")
-    loaded.optimizer.param_groups[0]["fused"] = True
-    loaded.load_moments(optimizer)
-    states = list(loaded.optimizer.state.values())
-    assert len(states) == len(weights)
-    assert {value.device.type for known in states for value in known.values()} == {"meta"}
-
-
+# --- a GPU
 @pytest.mark.gpu
 def test_a_run_on_cuda_is_saved_loaded_and_trained_on(tmp_path):
     with PPO("CartPole-v1", **SETTINGS, device="cuda") as ppo:
@@ -494,8 +424,7 @@ def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_
 def test_a_reader_that_goes_away_ends_the_training_quietly(tmp_path):
     more = ["--out", str(tmp_path / "run"), "--checkpoint-every", "64"]
     command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *more]
-    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -515,12 +444,11 @@ def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path, more):
     steps = "96000" if more else "400000"
     common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "--normalize-reward",
               "--checkpoint-every", "640", *more]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     chance, kills, ended = np.random.default_rng(0), 0, 0
     arguments = [*common, "--run-dir", str(tmp_path / "killed")]
     while True:
         command = [sys.executable, "-m", "shoal", "train-ppo", *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
         assert process.stdout is not None
         process.stdout.readline()  # it has begun
         if kills < 30:

@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.train.ppo.ppo_envs import DictEnv, Screen
+from tests.train.ppo.ppo_envs import SMALL_RUN, DictEnv, Screen
 from torch import nn
 
 from shoal.cli.main import main
@@ -31,34 +31,6 @@ TINY = {"n_envs": 2, "n_steps": 8, "batch_size": 8, "n_epochs": 1, "backend": "s
 
 
 # --- what is a picture
-@pytest.mark.parametrize(
-    ("shape", "channels", "height", "width"),
-    [
-        ((84, 84), 1, 84, 84),
-        ((8, 9), 1, 8, 9),
-        ((84, 84, 1), 1, 84, 84),
-        ((210, 160, 3), 3, 210, 160),
-        ((3, 64, 96), 3, 64, 96),
-        ((4, 84, 84), 4, 84, 84),
-        ((7, 7, 3), 3, 7, 7),
-        ((4, 210, 160, 3), 12, 210, 160),
-        ((4, 3, 64, 96), 12, 64, 96),
-    ],
-)
-def test_a_picture_is_read_by_its_channels_wherever_they_are(shape, channels, height, width):
-    picture = picture_of(spaces.Box(0, 255, shape, np.uint8))
-    assert (picture.channels, picture.height, picture.width) == (channels, height, width)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((128,), np.uint8), ((4, 200), np.uint8), ((84, 84), np.float32)]
-)
-def test_what_is_no_picture_stays_numbers(shape, dtype):
-    space = spaces.Box(0, 255, shape, dtype)
-    assert picture_of(space) is None
-    assert ObservationRows(space).dtype == np.float32
-
-
 @pytest.mark.parametrize("shape", [(9, 8), (9, 8, 3), (3, 9, 8), (2, 9, 8, 3), (2, 3, 9, 8)])
 def test_every_pixel_reaches_the_network_at_its_place(shape):
     """Against a loop that puts each byte where the shape says it belongs."""
@@ -446,20 +418,10 @@ def test_what_a_function_makes_has_the_defaults_and_a_line_names_its_preset(capl
 
 
 def test_stacked_observations_are_a_flag_that_a_resumed_run_keeps(tmp_path, capsys):
-    arguments = ["train-ppo", "--env", "CartPole-v1", "--preset", "none", "--n-envs", "2", "--n-steps", "16",
-                 "--backend", "serial", "--no-tensorboard", "--eval-episodes", "1", "--frame-stack", "3",
-                 "--total-timesteps", "64", "--run-dir", str(tmp_path / "run")]  # fmt: skip
-    assert main(arguments) == 0
+    stacked = ["--frame-stack", "3", "--eval-episodes", "1", "--total-timesteps", "64"]
+    assert main(["train-ppo", *SMALL_RUN, *stacked, "--run-dir", str(tmp_path / "run")]) == 0
     assert load_policy(tmp_path / "run").observation_space.shape == (3, 4)
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "128"]) == 0
-    resumed = [
-        "train-ppo",
-        "--resume-from",
-        str(tmp_path / "run"),
-        "--total-timesteps",
-        "256",
-        "--frame-stack",
-        "2",
-    ]
-    assert main(resumed) == 2
+    resumed = ["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps"]
+    assert main([*resumed, "128"]) == 0
+    assert main([*resumed, "256", "--frame-stack", "2"]) == 2
     assert "made with --frame-stack 3, got 2" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_compiled_actions_logprobs_and_values_are_those_of_torch(kind, hidden, a
 def test_compiled_update_is_autograd_clipping_and_adam(
     kind, rows, batch_size, value_clip, ent_coef, max_norm, masked
 ):
-    fast, slow, actions = learners(SPACES[kind], 5, (64, 48))
+    fast, slow, actions = learners(SPACES[kind], 5, (40, 20))  # padded to multiples of 16
     rng = np.random.default_rng(2)
     obs, noise, masks = sample(actions, rows, 5, rng, masked and actions.is_discrete)
     chosen, logprobs = play(slow, actions, obs, noise, masks)
@@ -138,20 +138,6 @@ def test_one_compiled_gradient_equals_autograd_to_float32_precision():
             if name.startswith("exp_avg."):
                 scale = np.abs(theirs[name]).max()
                 assert np.abs(ours[name] - theirs[name]).max() <= 5e-6 * scale + 1e-9, name
-
-
-def test_padding_of_odd_layer_sizes_stays_zero_through_updates():
-    fast, _, actions = learners(SPACES["discrete"], 3, (20, 5))
-    rng = np.random.default_rng(0)
-    obs, noise, masks = sample(actions, 64, 3, rng)
-    chosen, logprobs = play(fast, actions, obs, noise, masks)
-    ones = np.ones(64, np.float32)
-    batch = UpdateBatch(obs, chosen, logprobs, obs[:, 0].copy(), ones, ones, masks, np.arange(64)[None])
-    fast.update(batch, UpdateRates(1e-2, 0.2, 0.0, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 16))
-    flat = fast.weights.copy()
-    for place in fast._places.values():
-        flat[place] = 0
-    assert not flat.any()
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
@@ -209,14 +195,13 @@ def test_compiled_gae_is_the_numpy_one(n_steps, n_envs, gamma, lam, seed):
 
 
 def test_compiled_tanh_is_tanh():
-    fast, slow, _ = learners(SPACES["discrete"], 1, (16,))
-    for learner in (fast, slow):
-        weights, moments = learner.state()
-        for name in weights:
-            weights[name][...] = 0
-        weights["critic.0.weight"][0, 0] = 1
-        weights["critic.2.weight"][0, 0] = 1
-        learner.load_state(weights, moments)
+    fast, _, _ = learners(SPACES["discrete"], 1, (16,))
+    weights, moments = fast.state()
+    for name in weights:
+        weights[name][...] = 0
+    weights["critic.0.weight"][0, 0] = 1
+    weights["critic.2.weight"][0, 0] = 1
+    fast.load_state(weights, moments)
     x = np.linspace(-12, 12, 20_001, dtype=np.float32)[:, None]
     exact = np.tanh(x.astype(np.float64))[:, 0]
     assert np.abs(fast.values(x) - exact).max() < 3e-7

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from tests.train.ppo.ppo_envs import state
 
 from shoal.core.errors import ConfigError
 from shoal.maths import distributions
@@ -45,12 +46,6 @@ class Watched(gym.Env):
 
 class Whole(Watched):
     action_space = spaces.Box(0, 5, (2,), np.int64)
-
-
-def state(ppo: PPO) -> dict[str, bytes]:
-    mine = ppo.checkpoint()
-    parts = (mine.weights, mine.optimizer, mine.statistics, mine.episodes)
-    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
 
 
 # --- squashing

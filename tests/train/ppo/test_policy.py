@@ -25,6 +25,11 @@ from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.trainer import PPOTrainer
 
 
+def trained(tmp_path, env, **settings):
+    with PPO(env, n_envs=2, backend="serial", preset="none", **{**FAST, **settings}) as ppo:
+        return load_policy(ppo.learn(64).save(tmp_path))
+
+
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_a_loaded_policy_acts_as_the_trainer_does(tmp_path, env):
     settings = {**FAST, "normalize_obs": True}
@@ -43,10 +48,7 @@ def test_a_loaded_policy_acts_as_the_trainer_does(tmp_path, env):
 
 
 def test_a_loaded_policy_respects_masks_and_draws(tmp_path):
-    with PPO(IdentityEnv, n_envs=2, backend="serial", **FAST) as ppo:
-        ppo.learn(64)
-        ppo.save(tmp_path)
-    policy = load_policy(tmp_path)
+    policy = trained(tmp_path, IdentityEnv)
     assert policy(0, mask=[False, False, True]) == 2
     for mask in ([1], [1, 0, 1, 1], 1):
         with pytest.raises(ValueError, match="mask must have 3 entries, one per action, got"):
@@ -85,9 +87,7 @@ def test_a_loaded_policy_reads_the_parts_of_an_observation_in_the_order_of_the_e
 
 
 def test_what_is_no_observation_has_no_action(tmp_path):
-    with PPO(TargetEnv, n_envs=2, backend="serial", **FAST) as ppo:
-        ppo.learn(64).save(tmp_path)
-    policy, trainer = load_policy(tmp_path), PPOTrainer()
+    policy, trainer = trained(tmp_path, TargetEnv), PPOTrainer()
     trainer.load(tmp_path)
     for act in (policy, trainer.select_action):
         for bad in (np.nan, np.inf):
@@ -98,8 +98,7 @@ def test_what_is_no_observation_has_no_action(tmp_path):
 
 
 def test_a_policy_of_a_perceptron_needs_no_torch(tmp_path):
-    with PPO("CartPole-v1", n_envs=2, backend="serial", normalize_obs=True, **FAST) as ppo:
-        ppo.learn(64).save(tmp_path)
+    trained(tmp_path, "CartPole-v1", normalize_obs=True)
     code = (
         "import sys; sys.modules['torch'] = None; import numpy, shoal; "
         "print(shoal.load_policy(sys.argv[1])(numpy.ones(4)))"
@@ -125,9 +124,7 @@ class Wide(CountingEnv):
 
 
 def test_a_policy_is_loaded_with_the_bounds_of_its_env(tmp_path):
-    with PPO(Wide, n_envs=2, backend="serial", **FAST) as ppo:
-        ppo.learn(64).save(tmp_path)
-    assert load_policy(tmp_path).observation_space == Wide.observation_space
+    assert trained(tmp_path, Wide).observation_space == Wide.observation_space
 
 
 SMALL = {
@@ -167,23 +164,11 @@ def test_actions_have_the_dtype_of_their_space_also_where_it_comes_from_a_checkp
     trainer.train_episode(SmallNumbers(kind))
 
 
-def test_an_image_policy_loads_through_torch(tmp_path):
-    with PPO(DictEnv, n_envs=2, backend="serial", n_steps=8, batch_size=16, n_epochs=1) as ppo:
-        ppo.learn(16)
-        ppo.save(tmp_path)
-        env = DictEnv()
-        observation, _ = env.reset(seed=0)
-        assert env.action_space.contains(load_policy(tmp_path)(observation))
-
-
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_onnx_gives_the_policys_parameters(tmp_path, env):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    with PPO(env, n_envs=2, backend="serial", normalize_obs=env == "Pendulum-v1", **FAST) as ppo:
-        ppo.learn(128)
-        ppo.save(tmp_path)
-    policy = load_policy(tmp_path)
+    policy = trained(tmp_path, env, normalize_obs=env == "Pendulum-v1")
     file = policy.export_onnx(tmp_path / "policy.onnx")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     rows = np.random.default_rng(0).standard_normal((7, policy.rows.size)).astype(np.float32)
@@ -196,10 +181,7 @@ def test_onnx_reads_numbers_beside_pictures(tmp_path, normalize_obs):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     settings = {"n_steps": 8, "batch_size": 16, "n_epochs": 1, "normalize_obs": normalize_obs}
-    with PPO(DictEnv, n_envs=2, backend="serial", **settings) as ppo:
-        ppo.learn(32)
-        ppo.save(tmp_path)
-    policy, observation = load_policy(tmp_path), DictEnv().reset(seed=0)[0]
+    policy, observation = trained(tmp_path, DictEnv, **settings), DictEnv().reset(seed=0)[0]
     row = np.zeros((1, policy.rows.size), np.uint8)
     policy.rows.encode_one(observation, row[0])
     session = runtime.InferenceSession(
@@ -208,11 +190,6 @@ def test_onnx_reads_numbers_beside_pictures(tmp_path, normalize_obs):
     told = np.concatenate([policy.rows.numbers(row)[0], observation["camera"].reshape(-1)]).astype(np.float32)
     (got,) = session.run(None, {"observation": told[None]})
     np.testing.assert_allclose(got, policy.parameters(row), atol=1e-5)
-
-
-def trained(tmp_path, env, **settings):
-    with PPO(env, n_envs=2, backend="serial", preset="none", **{**FAST, **settings}) as ppo:
-        return load_policy(ppo.learn(64).save(tmp_path))
 
 
 @pytest.mark.parametrize("settings", [{}, {"squash": True}, {"sde": True}])

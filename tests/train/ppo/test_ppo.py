@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -61,25 +60,6 @@ def test_dict_observations_with_images_and_many_part_actions_train(binary):
             name for name, value in ppo.agent.state()[0].items() if not np.array_equal(value, before[name])
         ]
         assert set(changed) == set(ppo.agent.state()[0])  # every part of the network learns
-
-
-def test_images_of_atari_size_use_the_nature_network():
-    class Screen(gym.Env):
-        observation_space = gym.spaces.Box(0, 255, (84, 84, 1), np.uint8)
-        action_space = gym.spaces.Discrete(3)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return self.observation_space.low, {}
-
-        def step(self, action):
-            return self.observation_space.high, 1.0, False, False, {}
-
-    with PPO(Screen, n_envs=2, backend="serial", n_steps=4, batch_size=8, n_epochs=1) as ppo:
-        assert ppo.obs_rows.dtype == np.uint8  # kept as bytes in the rollout
-        metrics = list(ppo.updates(8))[-1]
-        assert np.isfinite(metrics["policy_loss"])
-        assert ppo.network.state_dict()["towers.0.0.weight"].shape == (32, 1, 8, 8)
 
 
 def test_any_module_of_the_user_is_trained():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +11,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tests.train.ppo.ppo_envs import DictEnv, RecallEnv
+from tests.train.ppo.ppo_envs import DictEnv, RecallEnv, state
 
-from shoal.cli.main import main
 from shoal.core.errors import ConfigError
 from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
 from shoal.train.ppo.arrays.steps import StepRollout
-from shoal.train.ppo.checkpoint import load_checkpoint
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.learner import RecurrentLearner
@@ -29,7 +24,6 @@ from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.trainer import PPOTrainer
 
-REPO = Path(__file__).resolve().parents[3]
 KINDS = ["lstm", "gru"]
 SMALL: dict[str, Any] = {"n_envs": 3, "n_steps": 11, "batch_size": 22, "n_epochs": 2, "hidden": (6,),
                          "memory_units": 5, "backend": "serial"}  # fmt: skip
@@ -197,12 +191,6 @@ def test_values_remember_what_came_before_in_the_episode_and_nothing_else(kind, 
 
 
 # --- runs
-def state(ppo: PPO) -> dict[str, bytes]:
-    mine = ppo.checkpoint()
-    parts = (mine.weights, mine.optimizer, mine.statistics, mine.episodes)
-    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_minibatch_has_ratio_one_also_with_masks(kind):
     with PPO(RecallEnv, env_kwargs={"masked": True}, recurrent=kind, **SMALL) as ppo:
@@ -314,32 +302,6 @@ def test_a_network_of_ones_own_and_kernels_do_not_go_with_recurrence():
         PPO("CartPole-v1", recurrent="gru", network=torch.nn.Linear(4, 2), **SMALL)
     with pytest.raises(ConfigError, match="perceptrons only, got RecurrentActorCritic"):
         PPO("CartPole-v1", recurrent="gru", path="compiled", **SMALL)
-
-
-@pytest.mark.slow
-def test_a_recurrent_run_killed_amid_its_episodes_ends_as_an_undisturbed_one(tmp_path):
-    common = ["--env", "tests.train.ppo.ppo_envs:RecallEnv", "--env-kwargs", "length=9", "--recurrent", "lstm",
-              "--n-envs", "2", "--n-steps", "16", "--batch-size", "16", "--hidden", "6", "--memory-units", "5",
-              "--backend", "serial", "--no-tensorboard", "--eval-every", "0", "--eval-episodes", "1",
-              "--total-timesteps", "3200", "--checkpoint-every", "160"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": f"{REPO / 'src'}:{REPO}"}
-    arguments = [sys.executable, "-m", "shoal", "train-ppo", *common, "--run-dir", str(tmp_path / "killed"),
-                 "--json-events"]  # fmt: skip
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "000000000480" in line:
-                process.send_signal(signal.SIGKILL)
-                break
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "killed")]) == 0
-    assert main(["train-ppo", *common, "--run-dir", str(tmp_path / "whole")]) == 0
-    ends = [load_checkpoint(tmp_path / name) for name in ("killed", "whole")]
-    for part in ("weights", "optimizer", "statistics", "episodes"):
-        one, other = (getattr(end, part) for end in ends)
-        assert {name: a.tobytes() for name, a in one.items()} == {
-            name: a.tobytes() for name, a in other.items()
-        }
 
 
 @pytest.mark.slow

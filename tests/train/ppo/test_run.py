@@ -12,10 +12,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
-from tests.train.ppo.ppo_envs import IdentityEnv
+from tests.train.ppo.ppo_envs import SMALL_RUN, IdentityEnv, bytes_of
 
 from shoal.cli.main import main
 from shoal.core.files import read_json, verify_folder
@@ -24,26 +23,13 @@ from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.presets import PRESETS
-from shoal.train.ppo.trainer import PPOTrainer
 
 REPO = Path(__file__).resolve().parents[3]
-SMALL = [
-    "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
-    "--no-tensorboard", "--eval-episodes", "2",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "--eval-episodes", "2"]
 
 
 def train(run: Path, *more: str) -> int:
     return main(["train-ppo", *SMALL, "--run-dir", str(run), *more])
-
-
-def last_weights(root: Path) -> dict[str, bytes]:
-    saved = load_checkpoint(root)
-    return {
-        name: array.tobytes()
-        for part in (saved.weights, saved.optimizer, saved.statistics)
-        for name, array in part.items()
-    }
 
 
 @pytest.mark.usefixtures("drawn")
@@ -82,7 +68,11 @@ IDENTITY = ("--env", "tests.train.ppo.ppo_envs:IdentityEnv")
 def test_resuming_a_run_that_reached_its_reward_changes_nothing_and_says_so(tmp_path, capsys):
     run = tmp_path / "run"
     assert train(run, *IDENTITY, "--total-timesteps", "20000", "--stop-at-reward", "0") == 0
-    before = last_weights(run), (run / "metrics.jsonl").read_bytes(), list_checkpoints(run / "checkpoints")
+    before = (
+        bytes_of(load_checkpoint(run)),
+        (run / "metrics.jsonl").read_bytes(),
+        list_checkpoints(run / "checkpoints"),
+    )
     capsys.readouterr()
     assert main(["train-ppo", "--resume-from", str(run)]) == 0
     said = capsys.readouterr().out
@@ -90,11 +80,11 @@ def test_resuming_a_run_that_reached_its_reward_changes_nothing_and_says_so(tmp_
     assert ", --stop-at-reward is 0\n" in said
     assert "were asked for" not in said
     assert before == (
-        last_weights(run), (run / "metrics.jsonl").read_bytes(), list_checkpoints(run / "checkpoints")
+        bytes_of(load_checkpoint(run)), (run / "metrics.jsonl").read_bytes(), list_checkpoints(run / "checkpoints")
     )  # fmt: skip
     (run / "summary.json").unlink()  # killed before its summary
     assert main(["train-ppo", "--resume-from", str(run)]) == 0
-    assert before[0] == last_weights(run)
+    assert before[0] == bytes_of(load_checkpoint(run))
     more = ("--stop-at-reward", "1000", "--total-timesteps", "2560")
     assert main(["train-ppo", "--resume-from", str(run), *more]) == 0
     assert read_json(run / "summary.json")["metrics"]["steps"] == 2560
@@ -145,21 +135,11 @@ class Told(Dark):
 
 @pytest.mark.parametrize(("kind", "why"), [("Dark", "failed: NotImplementedError"), ("Told", "gave str")])
 def test_a_film_of_what_draws_no_pictures_is_refused_before_anything_is_played(tmp_path, capsys, kind, why):
-    words = [
-        "--env",
-        f"tests.train.ppo.test_run:{kind}",
-        "--preset",
-        "none",
-        "--n-envs",
-        "2",
-        "--backend",
-        "serial",
-    ]
-    words += ["--no-tensorboard", "--total-timesteps", "300", "--eval-episodes", "1", "--run-dir"]
-    assert main(["train-ppo", *words, str(tmp_path / "run"), "--record-video"]) == 2
+    words = ("--env", f"tests.train.ppo.test_run:{kind}", "--total-timesteps", "300")
+    assert train(tmp_path / "run", *words, "--record-video") == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["train-ppo", *words, str(tmp_path / "run")]) == 0
+    assert train(tmp_path / "run", *words) == 0
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "run"), "--episodes", "1", "--video"]) == 2
     told = capsys.readouterr()
@@ -202,34 +182,20 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_weights(tmp_path):
     common = [*SMALL, "--total-timesteps", "12800", "--normalize-obs", "--lr-schedule", "linear",
               "--eval-every", "0", "--log-every", "1"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-    arguments = [
-        sys.executable,
-        "-c",
-        KILLED,
-        "train-ppo",
-        *common,
-        "--run-dir",
-        str(tmp_path / "killed"),
-        "--json-events",
-    ]
+    arguments = [sys.executable, "-c", KILLED, "train-ppo", *common, "--json-events", "--run-dir",
+                 str(tmp_path / "killed")]  # fmt: skip
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "killed" / "summary.json").exists()
     assert main(["train-ppo", "--resume-from", str(tmp_path / "killed")]) == 0
     assert main(["train-ppo", *common, "--run-dir", str(tmp_path / "whole")]) == 0
-    assert last_weights(tmp_path / "killed") == last_weights(tmp_path / "whole")
+    assert bytes_of(load_checkpoint(tmp_path / "killed")) == bytes_of(load_checkpoint(tmp_path / "whole"))
     rows, expected = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("killed", "whole")
     )
     timeless = [{k: v for k, v in row.items() if "second" not in k} for row in rows]
     assert timeless == [{k: v for k, v in row.items() if "second" not in k} for row in expected]
-
-
-def test_a_finished_run_goes_on_with_more_steps(tmp_path):
-    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "960"]) == 0
-    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 960
 
 
 def test_a_best_checkpoint_that_is_damaged_is_told_and_made_anew_when_a_run_goes_on(tmp_path, caplog):
@@ -357,14 +323,6 @@ def test_what_a_policy_is_made_of_stays_when_its_run_goes_on(tmp_path, capsys, f
     more = ("--total-timesteps", "128", *filter(None, (f"--{flag}", now)))
     assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), *more]) == 2
     assert f"the checkpoint was made with --{flag} {was}, got " in capsys.readouterr().err
-
-
-def test_a_trainers_checkpoint_is_no_run(tmp_path, capsys):
-    trainer = PPOTrainer(hidden=(4,))
-    trainer.train_episode(gymnasium.make("CartPole-v1"))
-    trainer.save(tmp_path)
-    assert main(["train-ppo", "--resume-from", str(tmp_path)]) == 2
-    assert "is of a PPOTrainer, which steps its caller's envs" in capsys.readouterr().err
 
 
 def test_a_discount_that_is_changed_when_a_run_goes_on_is_that_of_its_statistics_too(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from functools import partial
@@ -25,6 +26,7 @@ from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.trainer import PPOTrainer
+from shoal.vector import ParallelEnv
 
 
 def test_trainer_learns_episode_by_episode():
@@ -82,27 +84,17 @@ def test_trainer_learns_from_vector_envs_of_every_autoreset_mode(mode):
 
 
 def test_trainer_learns_from_parallel_env():
-    ParallelEnv = pytest.importorskip("shoal.vector.parallel_env").ParallelEnv
-
-    def play(make):
+    def play(made):
         trainer = PPOTrainer(seed=0, **FAST)
-        with make([IdentityEnv] * 4) as envs:
+        with contextlib.closing(made) as envs:
             for _ in range(4):
                 metrics = trainer.train_episode_vectorized(envs)
         assert metrics["n_completed_episodes"] == 8  # 32 steps, episodes of 16, 4 envs
         return trainer.agent.state()[0]
 
-    class Sync(SyncVectorEnv):
-        def __init__(self, fns):
-            super().__init__(fns, autoreset_mode=AutoresetMode.SAME_STEP)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.close()
-
-    assert_equal(play(lambda fns: ParallelEnv(fns, num_workers=2)), play(Sync))
+    fns = [IdentityEnv] * 4
+    alone = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    assert_equal(play(ParallelEnv(fns, num_workers=2)), play(alone))
 
 
 def test_trainer_state_is_saved_and_loaded(tmp_path):

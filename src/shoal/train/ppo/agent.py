@@ -245,28 +245,19 @@ class PPOAgent:
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
         """(weights, optimizer, statistics) as named arrays: with the config, all of the agent."""
-        return *self.learner.state(), self._statistics()
+        statistics: dict[str, Array] = {"iteration": np.array(self.iteration, np.int64)}
+        for norm in (self.obs_norm, self.reward_norm):
+            statistics |= norm.state() if norm is not None else {}
+        return *self.learner.state(), statistics
 
     def load_state(
         self, weights: dict[str, Array], optimizer: dict[str, Array], statistics: dict[str, Array]
     ) -> None:
         """What `state` gave."""
         self.learner.load_state(weights, optimizer)
-        self._load_statistics(statistics)
-
-    def _statistics(self) -> dict[str, Array]:
-        statistics: dict[str, Array] = {"iteration": np.array(self.iteration, np.int64)}
-        if self.obs_norm is not None:
-            statistics |= self.obs_norm.state()
-        if self.reward_norm is not None:
-            statistics |= self.reward_norm.state()
-        return statistics
-
-    def _load_statistics(self, statistics: dict[str, Array]) -> None:
-        if self.obs_norm is not None:
-            self.obs_norm.load_state(statistics)
-        if self.reward_norm is not None:
-            self.reward_norm.load_state(statistics)
+        for norm in (self.obs_norm, self.reward_norm):
+            if norm is not None:
+                norm.load_state(statistics)
         self.iteration = int(statistics["iteration"])
 
 

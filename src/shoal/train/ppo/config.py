@@ -130,8 +130,7 @@ def choose_device(device: str) -> str:
 def read_config(values: Mapping[str, Any]) -> PPOConfig:
     """The config in a checkpoint; unknown settings are an error."""
     check_settings(values)
-    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    return PPOConfig(**plain)
+    return PPOConfig(**values)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -157,8 +156,8 @@ def check_places(backend: str, num_workers: int | None, start_method: str | None
     """Raise a `ConfigError` for places of environments that cannot be."""
     if backend not in BACKENDS:
         raise ConfigError(f"no backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
-    if num_workers is not None and check_whole("num_workers", num_workers, most=LARGEST) < 0:
-        raise ConfigError(f"num_workers must not be negative, got {num_workers}")
+    if num_workers is not None:
+        check_whole("num_workers", num_workers, 0, LARGEST)
     if backend == "process" and num_workers == 0:
         raise ConfigError("backend='process' needs at least one worker, got num_workers=0")
     if backend == "serial" and num_workers:

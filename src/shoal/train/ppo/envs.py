@@ -59,9 +59,7 @@ class EnvFactory:
     _wraps: Sequence[Wrapper] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.frame_stack < 0:
-            raise ConfigError(f"frame_stack must not be negative, got {self.frame_stack}")
-        check_whole("frame_stack", self.frame_stack, most=LARGEST)
+        check_whole("frame_stack", self.frame_stack, 0, LARGEST)
         # so that a mistake shows here
         resolve(self.source, env_kwargs=self._kwargs(), wrappers=self.wrappers)
         found = find(self.source)

@@ -3,6 +3,7 @@
 All take rows `[B, D]` as `ObservationRows` makes them and answer `(parameters, value)`: logits of all
 choices, or means of a Gaussian whose log deviation is the parameter `log_std`.
 """
+# ruff: noqa: D102 (what is not documented here is in `ActorCritic`)
 
 from __future__ import annotations
 
@@ -85,15 +86,12 @@ class MLPActorCritic(ActorCritic):
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Both."""
         return self.policy(rows), self.value(rows)
 
     def policy(self, rows: Tensor) -> Tensor:
-        """Action parameters."""
         return self.actor(rows)  # type: ignore[no-any-return]
 
     def value(self, rows: Tensor) -> Tensor:
-        """Values."""
         return self.critic(rows).squeeze(1)  # type: ignore[no-any-return]
 
 
@@ -164,7 +162,6 @@ class CNNActorCritic(Encoder, ActorCritic):
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Both."""
         features = Encoder.forward(self, rows)
         return self.actor(features), self.critic(features).squeeze(1)
 

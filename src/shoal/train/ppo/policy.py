@@ -190,12 +190,7 @@ def batch_of(rows: ObservationRows, observation: Any) -> int | None:
         for key in leaf.path:
             observation = observation[key]
         return len(observation) if np.ndim(observation) == len(leaf.space.shape or ()) + 1 else None
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ):  # no observation: the encoding says what is expected
+    except (LookupError, TypeError, ValueError):  # no observation: the encoding says what is expected
         return None
 
 

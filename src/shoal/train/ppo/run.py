@@ -281,7 +281,9 @@ class PPORun:
         if not self.trained:
             self._evaluate()
         if options.record_video:
-            self._record()
+            frames: list[Any] = []
+            ppo.evaluate(1, deterministic=options.eval_deterministic, frames=frames)
+            write_video(self.path / "video.gif", frames)
         self._finish(row, "completed")
 
     @property
@@ -415,11 +417,6 @@ class PPORun:
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
-
-    def _record(self) -> None:
-        frames: list[Any] = []
-        self.ppo.evaluate(1, deterministic=self.options.eval_deterministic, frames=frames)
-        write_video(self.path / "video.gif", frames)
 
     def _finish(self, row: Metrics, status: str) -> None:
         if rows := self.folder.read_metrics():

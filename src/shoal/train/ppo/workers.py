@@ -38,6 +38,9 @@ class ShareEnv(gym.Env):
         self.slice = EnvSlice(make_envs(factory, first, n_envs), first_index=first, masked=masked)
         self.network = CompiledNetwork(shape)
         self.norm: ObservationNormalizer | None = None
+        # what is asked of it by name, between two steps
+        self.resume_share, self.restart_share = self.slice.resume, self.slice.restart
+        self.current_rows = self.slice.now
         obs, acts = self.slice.obs_rows, self.slice.action_rows
         masks = {"masks": _box((n_steps, room, acts.n_parameters), np.uint8)} if masked else {}
         self.observation_space = spaces.Dict({
@@ -90,18 +93,6 @@ class ShareEnv(gym.Env):
         seen = obs if self.norm is None else self.norm(obs)
         self.network.act(seen, masks, noise, actions, logprobs, deterministic)
 
-    def resume_share(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> None:
-        """Play the episodes again that were under way."""
-        self.slice.resume(episodes, actions)
-
-    def restart_share(self, indices: Sequence[int]) -> None:
-        """Break off and start again the envs with these global indices."""
-        self.slice.restart(indices)
-
-    def current_rows(self) -> Array:
-        """The observation rows at which the next rollout begins."""
-        return self.slice.now.copy()
-
     def close(self) -> None:
         """Close the environments."""
         self.slice.close()
@@ -143,12 +134,11 @@ class WorkerSteps:
     def reset(self) -> Array:
         """Start an episode in every env."""
         self.envs.reset()
-        return self._now()
+        return np.concatenate(self.envs.call("current_rows"))
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way."""
-        self.envs.call("resume_share", list(episodes), list(actions))
-        return self._now()
+        return np.concatenate(self.envs.call("resume_share", list(episodes), list(actions)))
 
     def restart(self, indices: Sequence[int]) -> None:
         """Break off and start again the envs with these indices."""
@@ -176,9 +166,6 @@ class WorkerSteps:
         """End the workers."""
         self.envs.close()
 
-    def _now(self) -> Array:
-        return np.concatenate(list(self.envs.call("current_rows")))
-
     def _merge(self, experience: dict[str, Array]) -> StepRollout:
         rollout = StepRollout.empty(self.n_steps, self.n_envs, self.obs_rows, self.action_rows, self.masked)
         for name, parts in experience.items():  # [shares, T, envs of the share, ...]
@@ -187,15 +174,12 @@ class WorkerSteps:
                 for k, part in enumerate(parts):
                     columns = slice(k * self.share, min((k + 1) * self.share, self.n_envs))
                     whole[:, columns] = part[:, : columns.stop - columns.start]
-        rollout.final_obs = self._finals(experience)
+        ends, finals = (
+            np.argwhere(rollout.truncated).tolist(),
+            [iter(rows) for rows in experience["final_obs"]],
+        )
+        rows = [
+            next(finals[i // self.share]) for _, i in ends
+        ]  # in the order of t, then env, as in each share
+        rollout.final_obs = np.array(rows, self.obs_rows.dtype).reshape(len(rows), self.obs_rows.size)
         return rollout
-
-    def _finals(self, experience: dict[str, Array]) -> Array:
-        """Final observations of all shares in the order of t, then env."""
-        rows, places = [], []
-        for k, truncated in enumerate(experience["truncated"]):
-            for row, (t, i) in enumerate(np.argwhere(truncated)):
-                places.append((t, k * self.share + i))
-                rows.append(experience["final_obs"][k][row])
-        finals = np.array(rows, self.obs_rows.dtype).reshape(len(rows), self.obs_rows.size)
-        return finals[sorted(range(len(rows)), key=places.__getitem__)]

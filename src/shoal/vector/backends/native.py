@@ -213,7 +213,7 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
     def step_async(self, actions: Any) -> None:
         """Begin a step if the batch can; otherwise `step_wait` does all of it."""
         self._check_idle("step")
-        actions = check_actions(self.single_action_space, actions, range(self.num_envs))
+        actions = check_actions(self.single_action_space, actions, self.num_envs)
         self._seconds -= time.perf_counter()
         if self._begin is None or self._finish is None:
             self._pending = functools.partial(self.env.step, actions)
@@ -317,13 +317,12 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
         super().close(**kwargs)
 
 
-def check_actions(space: Space[Any], actions: Any, env_ids: Sequence[int]) -> Any:
-    """A copy of one action for each of these environments, in the dtype of their space.
+def check_actions(space: Space[Any], actions: Any, n_envs: int) -> Any:
+    """A copy of one action for each environment, in the dtype of their space.
 
     Raises:
         ValueError: for another shape, dtype or index, which in a batch of C++ can end the process.
     """
-    n_envs = len(env_ids)
     if not isinstance(space, FIXED):
         if not batch_space(space, n_envs).contains(actions):
             raise ValueError(f"expected {n_envs} actions of {space}, got {actions!r}")
@@ -336,7 +335,7 @@ def check_actions(space: Space[Any], actions: Any, env_ids: Sequence[int]) -> An
         wrong = ((array < start) | (array >= end)).reshape(n_envs, -1).any(axis=1)
         if wrong.any():
             raise ValueError(
-                f"expected actions in {space}, got others from environments {np.array(env_ids)[wrong].tolist()}"
+                f"expected actions in {space}, got others from environments {np.flatnonzero(wrong).tolist()}"
             )
     return array.astype(space.dtype)
 

@@ -2,6 +2,7 @@
 
 Ray places the actors, and never restarts one by itself: the vector env does, so that an episode that was cut shows it.
 """
+# ruff: noqa: D102 (what is not documented here is in `Worker`)
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.env_group import EnvGroup, even_cuts
 from shoal.vector.loop import is_empty, packed, seed_globals, unpacked
-from shoal.vector.messages import Attach, Failure, Make, Rebuild, Reply, Reset, Step, from_exception
+from shoal.vector.messages import Failure, Make, Rebuild, Reply, Reset, Step, from_exception
 from shoal.vector.workers import LOADING_SECONDS, Limits, Worker, copy_rows, rows_of, with_actions
 
 
@@ -41,9 +42,6 @@ class EnvActor:
             return packed(Reply(failures=[failure]), self.group, None), None
         group = self.group
         assert group is not None
-        if isinstance(command, Attach):
-            group.attach(command.buffers(n_envs=group.count), command.autoreset, command.check_nan)
-            return b"", None
         if isinstance(command, Reset) and not self.seeded:
             self.seeded = seed_globals(command.seeds, self.first)
         reply = group.run(command)
@@ -51,7 +49,7 @@ class EnvActor:
         if not isinstance(command, Step | Reset):
             return answer, None
         *rows, final = rows_of(group.buffers)
-        return answer, (*rows, final if group.buffers.any_end() else None)
+        return answer, (*rows, final if group.buffers.flags.any() else None)
 
 
 class RayWorker(Worker):
@@ -75,13 +73,11 @@ class RayWorker(Worker):
             self._reply = self._actor.run.remote(data)
 
     def answered(self) -> bool:
-        """Whether `receive` would return at once."""
         if self.lost is None and not self._ray.is_initialized():
             self.lose(self.failure("died", "the Ray session that it lived in was ended"))
         return self.lost is not None or bool(self._ray.wait([self._reply], timeout=0)[0])
 
     def wait(self, workers: Sequence[Any], seconds: float) -> None:
-        """Sleep until one of these may have answered, or so many seconds."""
         self._ray.wait([worker._reply for worker in workers], timeout=seconds)
 
     def _receive(self) -> Reply:
@@ -125,17 +121,14 @@ class RayWorker(Worker):
         return found
 
     def kill(self) -> None:
-        """Kill the actor."""
         if self._actor is not None and self._ray.is_initialized():
             with contextlib.suppress(Exception):  # it is gone already
                 self._ray.kill(self._actor)
 
     def begin_close(self) -> bool:
-        """Have the actor close its environments; whether it can answer."""
         return self._actor is not None and self._ray.is_initialized() and super().begin_close()
 
     def close(self) -> None:
-        """Kill the actor."""
         self.kill()
 
     def stats(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,8 +58,6 @@ class MultiProcessEnvironmentContainer(Closing):
             on_failure=on_failure,
             **options,
         )
-        where = f"{env_num} groups of {group_n} of {env_type}, {backend}"
-        logging.getLogger(__name__).debug("%s: environments are made", where)
         self._obs: list[Any] = [None] * len(self)
         self._infos: list[dict[str, Any]] = [{} for _ in range(len(self))]
         self._done = [True] * len(self)
@@ -132,10 +129,8 @@ class ParallelEnv(Closing):
     ) -> None:
         self.envs = make_vec(
             list(env_fns),
-            backend=options.pop("backend", "process"),
             start_method=start_method,
-            autoreset=options.pop("autoreset", "same_step"),
-            **options,
+            **{"backend": "process", "autoreset": "same_step", **options},
         )
         self.n_envs = self.num_envs = self.envs.num_envs
         self.observation_space = self.envs.single_observation_space

@@ -482,6 +482,7 @@ def test_bytes_of_these_shapes_are_pictures_and_others_are_numbers(shape, pictur
         (spaces.MultiDiscrete([2, 3]), [1]),
         (spaces.Box(-1, 1, (3,)), [0.5]),
         (spaces.Box(-1, 1, (2, 2)), [0.5, 0.5]),
+        (spaces.Box(-1, 1, (4,)), np.ones(1, np.float32)),
         (spaces.MultiBinary(2), [1]),
         (spaces.Discrete(3), "1"),
         (spaces.Discrete(3), 1.5),

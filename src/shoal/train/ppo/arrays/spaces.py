@@ -8,7 +8,7 @@ float per dimension).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -89,20 +89,24 @@ class ObservationRows:
 
     def __init__(self, space: gym.Space) -> None:
         self.space = space
-        self.leaves = _leaves(space, ())
-        if not self.leaves:
+        leaves = _leaves(space, ())
+        if not leaves:
             raise ConfigError(f"the observation space {space} is empty")
-        images = any(leaf.is_image for leaf in self.leaves)
-        self.n_numbers = sum(leaf.stop for leaf in self.leaves if not leaf.is_image)
+        images = any(leaf.is_image for leaf in leaves)
+        self.n_numbers = sum(leaf.stop for leaf in leaves if not leaf.is_image)
         self.dtype = np.dtype(np.uint8 if images else np.float32)
         self.choices = np.zeros(self.n_numbers, bool)
         """`[n_numbers]` which numbers are 0 or 1 for a choice, and no measurements."""
         self._bytes = self.n_numbers * (4 if images else 1)
-        self.leaves = _placed(self.leaves, self._bytes)
-        for leaf in self.leaves:
+        self.leaves: list[Leaf] = []
+        ends = {False: 0, True: self._bytes}  # of numbers, counted in numbers, and of the images behind them
+        for leaf in leaves:
+            start = ends[leaf.is_image]
+            ends[leaf.is_image] += leaf.stop
+            self.leaves.append(replace(leaf, start=start, stop=start + leaf.stop))
             if not isinstance(leaf.space, spaces.Box):
-                self.choices[leaf.start : leaf.stop] = True
-        self.size = self._bytes + sum(leaf.stop - leaf.start for leaf in self.leaves if leaf.is_image)
+                self.choices[start : start + leaf.stop] = True
+        self.size = ends[True]
         self.is_plain = isinstance(space, spaces.Box) and len(space.shape) == 1
         """Whether `row[:] = observation` is all there is to do."""
 
@@ -148,19 +152,6 @@ def _alone(observation: Any) -> Any:
     if isinstance(observation, dict):
         return {key: _alone(value) for key, value in observation.items()}
     return observation[None] if isinstance(observation, np.ndarray) else [observation]
-
-
-def _placed(leaves: list[Leaf], images_from: int) -> list[Leaf]:
-    """The leaves with their places: numbers from 0, counted in numbers, and images behind them."""
-    placed, numbers, images = [], 0, images_from
-    for leaf in leaves:
-        start = images if leaf.is_image else numbers
-        placed.append(Leaf(leaf.path, leaf.space, start, start + leaf.stop))
-        if leaf.is_image:
-            images = placed[-1].stop
-        else:
-            numbers = placed[-1].stop
-    return placed
 
 
 def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from shoal.core.data import check_flags, reward_of
+from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import EnvError, ShoalError
 from shoal.core.seeding import derive_seed
 from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
@@ -118,7 +118,7 @@ class SeededEpisodes(gym.Wrapper):
         self.episode += 1
         seed = chosen & 0x7FFFFFFF
         try:
-            answer: Any = self.env.reset(seed=seed, options=options)
+            answer = self.env.reset(seed=seed, options=options)
         except ShoalError:
             raise
         except Exception as error:
@@ -126,12 +126,12 @@ class SeededEpisodes(gym.Wrapper):
                 f"{self._name} failed at the start of episode {self.episode - 1}, in reset(seed={seed}, "
                 f"options={options}): {error!r}"
             ) from error
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-            raise EnvError(
-                f"{self._name}: reset must return (observation, info) with a dict of infos, as Gymnasium has it; got "
-                f"{type(answer).__name__} {answer!r:.100}"
-            )
-        return answer[0], self._with_mask(answer[1])
+        try:
+            observation, info = check_step_result(answer, "reset")
+            info_of(info)
+        except EnvError as error:
+            raise EnvError(f"{self._name}: {error}") from error
+        return observation, self._with_mask(info)
 
     @property
     def _name(self) -> str:
