@@ -290,12 +290,6 @@ def test_every_spelling_of_a_number_is_taken_from_a_response(value):
         assert project(f"<answer>{text}</answer>").actions == (text,)
 
 
-@given(st.integers(1, 8), st.integers(0, 10**6))
-def test_true_answers_of_made_up_questions_are_actions(steps, seed):
-    question = make_question(np.random.default_rng(seed), steps)
-    assert make("metamathqa").projection(f"<answer>{question.answer}</answer>").valid
-
-
 def test_settings_that_cannot_work_are_refused():
     for refused in (
         {"checker": "guess"},
