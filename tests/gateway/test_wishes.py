@@ -190,6 +190,17 @@ def test_a_tool_that_takes_one_text_is_called_with_it(ask):
     assert (made["type"], made["custom"]) == ("custom", {"name": "patch", "input": "*** Begin"})
 
 
+def test_a_call_with_one_text_is_streamed(serve):
+    call = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
+    agent = client(serve(Says(call)))
+    events = list(
+        agent.responses.create(input="go", tools=[{"type": "custom", "name": "patch"}], stream=True, **CHAT)
+    )
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    (item,) = events[-1].response.output
+    assert (done.input, item.type, item.input) == ("*** Begin", "custom_tool_call", "*** Begin")
+
+
 # --- text and tokens without a template
 def test_a_completion_is_the_text_as_it_is_and_tokens_go_on_from_a_call(serve, engine):
     server = serve(SamplerClient(engine), max_tokens=8)

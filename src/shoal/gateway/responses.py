@@ -148,8 +148,12 @@ def response_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[b
             yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **where, content_index=0, part=part)
         else:
-            yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
-            yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
+            custom = item["type"] == "custom_tool_call"
+            kind, field = (
+                ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
+            )
+            yield event("response.output_item.added", output_index=index, item={**item, field: ""})
+            yield event(f"response.{kind}.delta", **where, delta=item[field])
+            yield event(f"response.{kind}.done", **where, **{field: item[field]})
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{answer['status']}", response=dict(answer))
