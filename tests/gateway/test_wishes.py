@@ -234,10 +234,11 @@ def test_models_by_name_and_the_count_of_tokens(serve, engine):
     server = serve(SamplerClient(engine), max_tokens=8, model="mine")
     assert client(server).models.retrieve("gpt/5").id == "gpt/5"
     assert client(server).models.list().data[0].id == "mine"
+    assert post(server, chat_of("go", model=None))[1]["model"] == "mine"
     asked = {"model": "m", "messages": GO, "system": "be brief"}
-    status, counted = post(server, asked, "a/v1/messages/count_tokens")
+    status, counted = post(server, asked, "b/v1/messages/count_tokens")
     assert status == 200
-    assert "a" not in server.gateway.sessions
+    assert "b" not in server.gateway.sessions
     status, answer = post(server, {**asked, "max_tokens": 4}, "a/v1/messages")
     assert answer["usage"]["input_tokens"] == counted["input_tokens"]
 

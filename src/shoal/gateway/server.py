@@ -261,7 +261,7 @@ class Gateway:
             raise RefusedError("the request must be a JSON object")
         asked = wire.read(given, self.max_tokens)
         settings = {name: given[name] for name in PICKING if given.get(name) is not None}
-        model = str(given.get("model", "")) or self.model
+        model = str(given.get("model") or self.model)
         return replace(asked, model=model, stream=flag(given, "stream"), settings=settings)
 
 
