@@ -290,12 +290,6 @@ def test_every_spelling_of_a_number_is_taken_from_a_response(value):
         assert project(f"<answer>{text}</answer>").actions == (text,)
 
 
-@given(st.integers(1, 8), st.integers(0, 10**6))
-def test_true_answers_of_made_up_questions_are_actions(steps, seed):
-    question = make_question(np.random.default_rng(seed), steps)
-    assert make("metamathqa").projection(f"<answer>{question.answer}</answer>").valid
-
-
 def test_settings_that_cannot_work_are_refused():
     for refused in (
         {"checker": "guess"},
@@ -324,12 +318,10 @@ def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
     verifier.seconds = 1.0
     assert not verifier.same("1000000!", "5")  # does not end in time
     verifier.seconds = 60.0
-    assert verifier.kills == 1
     assert not process.alive()
     assert verifier.same("(x-1)(x+1)", "x^2-1")  # by a new process
     verifier._process.kill()  # from outside
     assert verifier.same("2^{10}", "1024")
-    assert verifier.kills == 1
     assert not verifier.same("1" * 300, "1" * 300)  # too long to hand over
     assert not verifier.same('__import__("os").system("true")', "0")
     results = []

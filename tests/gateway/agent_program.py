@@ -19,9 +19,6 @@ def ask(messages):
     return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
 
 
-if fault == "silent":
-    sys.stdout.write("\n" + json.dumps({"reward": 1}))
-    sys.exit()
 said, messages = [], []
 for turn in range(3):
     messages.append({"role": "user", "content": f"{task.get('task', 'go')} {turn}"})
@@ -29,8 +26,6 @@ for turn in range(3):
     messages.append({"role": "assistant", "content": said[-1]})
     if fault == "dies" and turn == 1:
         os.kill(os.getpid(), 9)
-    if fault == "fails":
-        raise RuntimeError("the data set is missing")
     if fault == "hangs":
         time.sleep(1000)
 if fault == "leaves":  # a process of its own session, which keeps the output open

@@ -5,13 +5,13 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.request
 
 import msgspec
 import pytest
 
 from shoal.cli.main import main
 from shoal.gateway.sessions import Recorded
+from tests.gateway.asking import chat_of, post_to
 
 
 @contextlib.contextmanager
@@ -25,10 +25,7 @@ def started(out, *words):
 
 
 def ask(url, text):
-    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
-    request = urllib.request.Request(f"{url}/chat/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())
+    return post_to(f"{url}/chat/completions", chat_of(text, max_tokens=4))[1]
 
 
 def recorded(out):

@@ -1,7 +1,6 @@
 """How episodes of programs end, what they count as, and which of them are played again."""
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from shoal.samplers.sampler import Key, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.run.metrics import heldout_metrics, rollout_metrics
 from tests.gateway.agent_endings import WAYS
+from tests.gateway.asking import GO, chat_of, handled
 
 HERE = Path(__file__).parent
 NAMES = [way.__name__ for way in WAYS]
@@ -152,12 +152,12 @@ SENT = [
 @pytest.mark.parametrize(
     "fixed", [Sampling(8, 0.7), Sampling(8, 0.0), Sampling(8, 1.0, top_p=0.5, min_p=0.1)]
 )
-def test_the_sampling_of_the_run_holds_whatever_a_program_sends_and_what_is_not_taken_is_counted(fixed):
-    engine = TinyEngine([], TinyShape(32, 1, 2, 200), seed=3)
-
+def test_the_sampling_of_the_run_holds_whatever_a_program_sends_and_what_is_not_taken_is_counted(
+    engine, fixed
+):
     async def asked(number, path, body):
         gateway.open(f"s{number}", Key(5, (1,)), fixed=fixed)
-        status, answer = await gateway.handle(path, f"s{number}", json.dumps(body).encode(), False)
+        status, answer = await handled(gateway, f"s{number}", body, path)
         assert status == 200, answer
         session = gateway.sessions[f"s{number}"]
         overridden = (
@@ -166,9 +166,8 @@ def test_the_sampling_of_the_run_holds_whatever_a_program_sends_and_what_is_not_
         return session.calls[0].call.response_ids, overridden
 
     gateway = Gateway(SamplerClient(engine), engine.tokenizer, max_tokens=8, by_asking=False)
-    go = [{"role": "user", "content": "go"}]
     answers = [
-        asyncio.run(asked(number, "chat/completions", {"messages": go, **sent}))
+        asyncio.run(asked(number, "chat/completions", chat_of("go", **sent)))
         for number, sent in enumerate(SENT)
     ]
     (plain, _), (short, _) = answers[0], answers[5]
@@ -178,7 +177,7 @@ def test_the_sampling_of_the_run_holds_whatever_a_program_sends_and_what_is_not_
     for sent, (_, overridden) in zip(SENT, answers, strict=True):
         wanted = {f"{name}={sent[name]}": 1 for name in own if sent.get(name) not in (None, own[name], -1)}
         assert overridden == wanted | ({"max_tokens=5000": 1} if "max_completion_tokens" in sent else {})
-    anthropic = {"messages": go, "max_tokens": 99, "temperature": 0.5, "top_k": 2}
+    anthropic = {"messages": GO, "max_tokens": 99, "temperature": 0.5, "top_k": 2}
     ids, overridden = asyncio.run(asked(90, "messages", anthropic))
     assert (ids, overridden) == (plain, {"max_tokens=99": 1, "temperature=0.5": 1, "top_k=2": 1})
 

@@ -10,76 +10,24 @@ import urllib.request
 from collections import Counter
 
 import msgspec
-import openai
 import pytest
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
 from shoal.envs.tools import Tool
-from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
+from shoal.gateway.server import MOST_BODY, Gateway
 from shoal.gateway.sessions import Recorded
 from shoal.rollout.tools.chat import ToolChat
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
-from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.samplers.tokenizers import TinyTokenizer
+from tests.gateway.asking import CHAT, GO, Says, by_end, chat_of, client, handled, post
 
-CHAT = {"model": "m"}
-GO = [{"role": "user", "content": "go"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
-class Scripted:
-    """Says texts in order of the prompts' last words; counts how often it was asked."""
-
-    def __init__(self, tokenizer, texts, seconds=0.0):
-        self.tokenizer, self.texts, self.seconds, self.requests = tokenizer, texts, seconds, []
-
-    async def sample(self, request):
-        self.requests.append(request)
-        await asyncio.sleep(self.seconds)
-        prompt = self.tokenizer.decode(request.prompt_ids)
-        text = next(text for word, text in self.texts.items() if prompt.endswith(word))
-        ids = self.tokenizer.encode(text)
-        return Completion(ids, (-0.5,) * len(ids), "stop", 7)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return TinyEngine(["Up", "Down"], TinyShape(32, 1, 2, 2000), seed=3)
-
-
-@pytest.fixture
-def serve():
-    servers = []
-
-    def start(sampler, tokenizer, **more):
-        servers.append(GatewayServer(Gateway(sampler, tokenizer, **more)))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def client(server, session="a", **more):
-    return openai.OpenAI(
-        base_url=server.variables(session)["OPENAI_BASE_URL"], api_key="x", max_retries=0, **more
-    )
-
-
-def post(server, body, path="a/v1/chat/completions", headers=(), secret=None):
-    address = f"{server.base}/{server.gateway.secret if secret is None else secret}/{path}"
-    request = urllib.request.Request(address, body, {"content-type": "application/json", **dict(headers)})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
 def test_a_conversation_reuses_the_exact_tokens_of_the_turns_before(serve, engine):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=12)
+    server = serve(SamplerClient(engine), max_tokens=12)
     messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "begin"}]
     for turn in range(4):
         answer = client(server).chat.completions.create(messages=messages, temperature=1.0, **CHAT)
@@ -106,14 +54,9 @@ def test_sub_agents_in_parallel_say_the_same_in_any_order_of_arrival(serve, engi
 
     async def play(gateway, order):
         async def one(prompt):
-            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 6}
-            _, answer = await gateway.handle("chat/completions", "a", json.dumps(body).encode(), False)
-            message = answer["choices"][0]["message"]
-            body["messages"] += [
-                {"role": "assistant", "content": message["content"]},
-                {"role": "user", "content": "on"},
-            ]
-            await gateway.handle("chat/completions", "a", json.dumps(body).encode(), False)
+            _, answer = await handled(gateway, "a", chat_of(prompt, max_tokens=6))
+            said = answer["choices"][0]["message"]["content"]
+            await handled(gateway, "a", chat_of(prompt, said, "on", max_tokens=6))
 
         await asyncio.gather(*(one(prompts[i]) for i in order))
         return tuple(call for _, call in gateway.sessions["a"].close())
@@ -131,8 +74,7 @@ def test_sub_agents_in_parallel_say_the_same_in_any_order_of_arrival(serve, engi
 def test_a_message_that_means_the_same_is_recognised_whatever_its_spelling(serve, engine):
     """Keys in another order, arguments as text or not, None for nothing, thoughts that were dropped."""
     said = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
-    sampler = Scripted(engine.tokenizer, {"begin": said, "</tool_response>": "3"})
-    server = serve(sampler, engine.tokenizer)
+    server = serve(Says(by_end({"begin": said, "</tool_response>": "3"})))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     first = client(server).chat.completions.create(
         messages=[{"role": "user", "content": "begin"}], tools=tools, **CHAT
@@ -151,7 +93,7 @@ def test_a_message_that_means_the_same_is_recognised_whatever_its_spelling(serve
 
 
 def test_a_rewritten_history_begins_a_new_root(serve, engine):
-    server = serve(Scripted(engine.tokenizer, {"begin": "one", "next": "two"}), engine.tokenizer)
+    server = serve(Says(by_end({"begin": "one", "next": "two"})))
     for answer in ("one", "other"):
         messages = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": answer}]
         if answer == "one":
@@ -164,7 +106,7 @@ def test_a_rewritten_history_begins_a_new_root(serve, engine):
 
 
 def test_several_choices_are_calls_of_their_own(serve, engine):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8)
+    server = serve(SamplerClient(engine), max_tokens=8)
     answer = client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], n=5, **CHAT)
     calls = [call for _, call in server.gateway.sessions["a"].close()]
     assert len(answer.choices) == len(calls) == 5
@@ -172,22 +114,13 @@ def test_several_choices_are_calls_of_their_own(serve, engine):
 
 
 def test_a_retry_of_an_sdk_gets_the_recorded_answer(serve, engine):
-    sampler = Scripted(engine.tokenizer, {"go": "yes"}, seconds=0.2)
-    server = serve(sampler, engine.tokenizer)
-    body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
+    sampler = Says("yes")
+    server, body = serve(sampler), chat_of("go")
     first = post(server, body)
     again = post(server, body, headers={"x-stainless-retry-count": "1"})
     assert again[1]["id"] == first[1]["id"]
     assert len(sampler.requests) == len(server.gateway.sessions["a"].calls) == 1
     assert post(server, body)[1]["id"] != first[1]["id"]  # the program asked the same again
-
-
-def test_a_call_after_the_end_is_refused(serve, engine):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
-    client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], **CHAT)
-    server.gateway.sessions["a"].close()
-    with pytest.raises(openai.ConflictError, match="session 'a' has ended"):
-        client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], **CHAT)
 
 
 REFUSED = [
@@ -230,6 +163,13 @@ REFUSED = [
     ({"stream": "yes"}, "stream"),
     ({"logprobs": 1}, "logprobs"),
     ({"stream": True, "stream_options": "usage"}, "stream_options"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "messages[0] must be"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({**chat_of("go", "a"), "add_generation_prompt": True}, "messages: the last message"),
+    (
+        {**chat_of("go", "a"), "continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
 ]
 """What a chat completion may not hold, and what is said of it."""
 REFUSED_ELSEWHERE = [
@@ -251,16 +191,16 @@ REFUSED_ELSEWHERE = [
 
 
 def test_what_is_not_honoured_is_refused_by_name(serve, engine):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
+    server = serve(SamplerClient(engine), max_tokens=4)
     asked = [("chat/completions", {"messages": GO, **more}, name) for more, name in REFUSED]
     for path, body, name in asked + REFUSED_ELSEWHERE:
-        status, answer = post(server, json.dumps(body).encode(), f"a/v1/{path}")
+        status, answer = post(server, body, f"a/v1/{path}")
         assert (status, name in answer["error"]["message"]) == (400, True), (body, answer)
     assert "a" not in server.gateway.sessions
 
 
 def test_each_call_is_on_disk_before_it_is_answered(serve, engine, tmp_path):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=6, journal=tmp_path / "calls.jsonl")
+    server = serve(SamplerClient(engine), max_tokens=6, journal=tmp_path / "calls.jsonl")
     for n in range(3):
         client(server).chat.completions.create(messages=[{"role": "user", "content": f"go {n}"}], **CHAT)
         lines = (tmp_path / "calls.jsonl").read_bytes().splitlines()
@@ -270,28 +210,21 @@ def test_each_call_is_on_disk_before_it_is_answered(serve, engine, tmp_path):
         assert isinstance(recorded[-1].call, Call)
 
 
-def test_calls_at_once_are_written_together_and_a_disk_that_is_full_refuses_them(serve, engine, tmp_path):
+def test_calls_at_once_are_written_together(engine, tmp_path):
     journal = tmp_path / "calls.jsonl"
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=6, journal=journal)
-    body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
+    gateway = Gateway(SamplerClient(engine), engine.tokenizer, max_tokens=6, journal=journal)
 
     async def ask_many():
-        ask = server.gateway.handle
-        return await asyncio.gather(*(ask("chat/completions", f"s{n}", body, False) for n in range(100)))
+        return await asyncio.gather(*(handled(gateway, f"s{n}", chat_of("go")) for n in range(100)))
 
     assert [status for status, _ in asyncio.run(ask_many())] == [200] * 100
     names = [msgspec.json.decode(line, type=Recorded).session for line in journal.read_bytes().splitlines()]
     assert sorted(names) == sorted(f"s{n}" for n in range(100))
-    journal.unlink()
-    journal.mkdir()
-    status, answer = post(server, body)
-    assert status == 503
-    assert "calls.jsonl" in answer["error"]["message"]
 
 
 def test_strangers_are_refused_and_each_refusal_is_counted_in_its_session(serve, engine):
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
-    body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
+    server = serve(SamplerClient(engine), max_tokens=4)
+    body = chat_of("go")
     assert post(server, body)[0] == 200
     assert post(server, body, secret="guessed")[0] == 404
     assert post(server, body, headers={"host": "evil.example"})[0] == 403
@@ -317,8 +250,7 @@ def test_strangers_are_refused_and_each_refusal_is_counted_in_its_session(serve,
 
 
 def test_a_text_that_ends_an_answer_is_no_part_of_it_but_of_its_tokens(serve, engine):
-    sampler = Scripted(engine.tokenizer, {"go": "Act: up\nObservation:", "seen": "done"})
-    server = serve(sampler, engine.tokenizer)
+    server = serve(Says(by_end({"go": "Act: up\nObservation:", "seen": "done"}), engine.tokenizer))
     first = client(server).chat.completions.create(messages=GO, stop=["\nObservation:", "?"], **CHAT)
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Act: up", "stop")
     back = [*GO, {"role": "assistant", "content": "Act: up"}, {"role": "user", "content": "seen"}]
@@ -326,9 +258,7 @@ def test_a_text_that_ends_an_answer_is_no_part_of_it_but_of_its_tokens(serve, en
     one, two = (call for _, call in server.gateway.sessions["a"].close())
     assert engine.tokenizer.decode(one.response_ids) == "Act: up\nObservation:"
     assert two.parent == 0
-    status, answer = post(
-        server, json.dumps({"messages": GO, "stop_sequences": ["\nObs"]}).encode(), "b/v1/messages"
-    )
+    status, answer = post(server, {"messages": GO, "stop_sequences": ["\nObs"]}, "b/v1/messages")
     assert status == 200
     assert answer["content"] == [{"type": "text", "text": "Act: up"}]
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "\nObs")
@@ -372,7 +302,7 @@ def test_a_failure_of_the_sampler_changes_no_noise_and_is_not_forgotten(serve, e
                 raise EngineError("the engine is away")
             return await self.inner.sample(request)
 
-    bodies = [json.dumps({"messages": [{"role": "user", "content": text}], "n": 2}).encode() for text in "ab"]
+    bodies = [chat_of(text, n=2) for text in "ab"]
     plain, failing = (serve(s, engine.tokenizer, max_tokens=4) for s in (SamplerClient(engine), FailsOnce()))
     assert [post(plain, body)[0] for body in bodies] == [200, 200]
     assert [post(failing, body)[0] for body in bodies] == [503, 503]
@@ -387,7 +317,7 @@ def test_a_failure_of_the_sampler_changes_no_noise_and_is_not_forgotten(serve, e
 
 
 def test_streams_and_responses_say_what_the_plain_answer_says(serve, engine):
-    server = serve(Scripted(engine.tokenizer, {"go": "Up we go"}), engine.tokenizer)
+    server = serve(Says("Up we go", engine.tokenizer))
     ask = client(server)
     messages = [{"role": "user", "content": "go"}]
     chunks = ask.chat.completions.create(
@@ -412,17 +342,13 @@ def test_streams_and_responses_say_what_the_plain_answer_says(serve, engine):
 
 
 def test_an_answer_that_was_cut_says_so_on_every_wire(serve, engine):
-    class Cut(Scripted):
-        async def sample(self, request):
-            return msgspec.structs.replace(await super().sample(request), finish="length")
-
-    server = serve(Cut(engine.tokenizer, {"go": "Up we"}), engine.tokenizer)
+    server = serve(Says("Up we", finish="length"))
     ask = client(server)
     assert ask.chat.completions.create(messages=GO, **CHAT).choices[0].finish_reason == "length"
     assert ask.responses.create(input="go", **CHAT).incomplete_details.reason == "max_output_tokens"
     last = list(ask.responses.create(input="go", stream=True, **CHAT))[-1]
     assert (last.type, last.response.output_text) == ("response.incomplete", "Up we")
-    _, answer = post(server, json.dumps({"messages": GO}).encode(), "a/v1/messages")
+    _, answer = post(server, chat_of("go"), "a/v1/messages")
     assert answer["stop_reason"] == "max_tokens"
 
 
@@ -444,8 +370,8 @@ def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
 
 def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_follows(serve, engine):
     tokenizer = engine.tokenizer
-    model = Scripted(tokenizer, {"<a>": "Up</a>", "more": "no"})
-    server = serve(model, tokenizer)
+    model = Says(by_end({"<a>": "Up</a>", "more": "no"}), tokenizer)
+    server = serve(model)
     begun = [*GO, {"role": "assistant", "content": "<a>"}]
     go_on = {"add_generation_prompt": False, "continue_final_message": True}
     with client(server) as asking:
@@ -460,23 +386,3 @@ def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_fo
     answered = prompt + tokenizer.encode("Up</a>")
     assert model.requests[1].prompt_ids[: len(answered)] == answered
     assert answer.usage.prompt_tokens_details.cached_tokens == len(answered)
-
-
-@pytest.mark.parametrize(
-    ("messages", "body", "param"),
-    [
-        (GO, {"continue_final_message": True, "add_generation_prompt": False}, "messages[0]"),
-        (GO, {"add_generation_prompt": False}, "add_generation_prompt"),
-        ([*GO, {"role": "assistant", "content": "a"}], {"add_generation_prompt": True}, "messages"),
-        (
-            [*GO, {"role": "assistant", "content": "a"}],
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "add_generation_prompt",
-        ),
-    ],
-)
-def test_what_can_be_no_answer_to_go_on_with_is_refused_by_name(serve, engine, messages, body, param):
-    server = serve(SamplerClient(engine), engine.tokenizer)
-    with client(server) as asking, pytest.raises(openai.BadRequestError) as refused:
-        asking.chat.completions.create(messages=messages, extra_body=body, **CHAT)
-    assert refused.value.param == param

@@ -5,7 +5,6 @@
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -13,7 +12,6 @@ import signal
 import threading
 import time
 from http.client import HTTPException
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,36 +20,19 @@ from shoal import ParallelRolloutManager
 from shoal.cli.main import main
 from shoal.gateway.programs import sessions_of
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from tests.gateway.test_command import ask, recorded
+from tests.gateway.test_programs import PROGRAM, config
 
 KILLS = int(os.environ.get("SHOAL_KILLS", "10"))
-PROGRAM = Path(__file__).with_name("agent_program.py")
 START = multiprocessing.get_context("spawn")
 
 
-def config(where, kind, *overrides):
-    """Four groups of three episodes of a program."""
-    groups = {"env_groups": 4, "env_configs": {"tags": ["Agent"]}}
-    values = {
-        "defaults": ["base", "_self_"],
-        "custom_envs": {"FrozenLakeEnv": None, "Agent": {"env_type": "program", "env_config": kind}},
-        "es_manager": {"train": {**groups, "group_size": 3}, "val": {**groups, "env_groups": 1}},
-        "agent_proxy": {"use_parallel_rollout": True, "parallel_n_jobs": 2, "max_tokens": 6},
-        "warmup": {"steps": 0},
-        "trainer": {
-            "tensorboard": False, "iterations": 4, "save_every": 1, "save_trajectories_every": 1,
-            "stop_at_success": None,
-        },
-        "algorithm": {"learning_rate": 0.01},
-    }  # fmt: skip
-    (where / "programs.yaml").write_text(json.dumps(values))
-    return compose_config("programs", list(overrides), where)
-
-
-COMMAND = {"command": ["{python}", str(PROGRAM)]}
-FUNCTION = {"function": "agent_functions:play", "folder": str(PROGRAM.parent)}
+MORE = (
+    "es_manager.train.env_groups=4", "es_manager.val.env_groups=1", "agent_proxy.parallel_n_jobs=2",
+    "trainer.iterations=4", "trainer.save_every=1", "trainer.save_trajectories_every=1",
+    "trainer.stop_at_success=null", "algorithm.learning_rate=0.01",
+)  # fmt: skip
 
 
 def killing(seconds, stop, killed):
@@ -68,7 +49,7 @@ def killing(seconds, stop, killed):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_episodes_of_programs_that_are_killed_at_random_moments_are_as_if_they_had_not_been(tmp_path):
-    settings = config(tmp_path, COMMAND, "agent_proxy.parallel.env_retries=1000")
+    settings = config(tmp_path, *MORE, "agent_proxy.parallel.env_retries=1000")
     stop, killed = threading.Event(), []
     killer = threading.Thread(target=killing, args=(0.5, stop, killed))
     engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
@@ -132,8 +113,9 @@ def test_what_was_answered_is_on_disk_whenever_the_gateway_is_killed(tmp_path):
     assert asked >= KILLS
 
 
-def train(where, kind, run, resume):
-    with AgentTrainer(config(where, kind, f"run_dir={run}", f"resume={str(resume).lower()}")) as trainer:
+def train(where, function, run, resume):
+    overrides = *MORE, f"run_dir={run}", f"resume={str(resume).lower()}"
+    with AgentTrainer(config(where, *overrides, function=function)) as trainer:
         list(trainer.train())
 
 
@@ -145,10 +127,10 @@ def left(run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", [COMMAND, FUNCTION], ids=["command", "function"])
-def test_a_training_that_is_killed_at_random_moments_ends_equal(tmp_path, kind):
+@pytest.mark.parametrize("function", ["", "play"])
+def test_a_training_that_is_killed_at_random_moments_ends_equal(tmp_path, function):
     begun = time.monotonic()
-    started(train, tmp_path, kind, tmp_path / "whole", False).join()
+    started(train, tmp_path, function, tmp_path / "whole", False).join()
     seconds = time.monotonic() - begun
     whole = left(tmp_path / "whole")
     assert len(whole[0]) == 6  # four batches, and the evaluations before and after
@@ -157,7 +139,7 @@ def test_a_training_that_is_killed_at_random_moments_ends_equal(tmp_path, kind):
         run, number = tmp_path / f"run{number}", number + 1
         while True:
             resume = (run / "config.yaml").exists()
-            process = started(train, tmp_path, kind, run, resume)
+            process = started(train, tmp_path, function, run, resume)
             process.join(rng.uniform(0.0, seconds))
             if not process.is_alive():
                 break

@@ -1,7 +1,6 @@
 """Chats that take long to tokenize: meanwhile other sessions are answered, and a session keeps its order."""
 
 import asyncio
-import json
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ from shoal.core.errors import EngineError
 from shoal.gateway.server import Gateway
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TinyTokenizer
+from tests.gateway.asking import chat_of, handled
 
 LONG = "so long a story " * 400
 
@@ -21,37 +21,38 @@ class Held(TinyTokenizer):
         super().__init__()
         self.at, self.waited, self.begun, self.go = at, False, threading.Event(), threading.Event()
 
-    def _wait(self, at, size):
+    def wait(self, at, size):
         if at == self.at and size > 1000 and not self.waited:
             self.waited = True
             self.begun.set()
             assert self.go.wait(60)
 
     def start(self, messages):
-        self._wait("prompt", len(messages[-1]["content"]))
+        self.wait("prompt", len(messages[-1]["content"]))
         if messages[-1]["content"].endswith("refused"):
             raise EngineError("no such chat")
         return super().start(messages)
 
     def decode(self, ids):
-        self._wait("answer", len(ids))
+        self.wait("answer", len(ids))
         return super().decode(ids)
 
 
 class Echo:
-    """Says what it was asked, and keeps each request."""
+    """Says what it was asked, when `held` lets it, and keeps each request."""
 
-    def __init__(self):
-        self.requests = []
+    def __init__(self, held=None):
+        self.held, self.requests = held, []
 
     async def sample(self, request):
         self.requests.append(request)
+        if self.held is not None:
+            await asyncio.to_thread(self.held.wait, "model", len(request.prompt_ids))
         return Completion(request.prompt_ids, (-0.5,) * len(request.prompt_ids), "stop", 0)
 
 
 def ask(gateway, session, text, **more):
-    body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
-    return asyncio.ensure_future(gateway.handle("chat/completions", session, body, False))
+    return asyncio.ensure_future(handled(gateway, session, chat_of(text, **more)))
 
 
 async def begun(tokenizer):
@@ -94,9 +95,10 @@ def test_requests_of_a_session_keep_the_order_in_which_they_came():
     assert [request.key.path[-1] for request in sampler.requests] == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("at", ["prompt", "answer"])
-def test_a_session_that_ends_while_a_chat_of_it_is_tokenized_records_nothing(at):
-    tokenizer, sampler = Held(at), Echo()
+@pytest.mark.parametrize("at", ["prompt", "model", "answer"])
+def test_a_session_that_ends_while_a_call_of_it_is_under_way_records_nothing(at):
+    tokenizer = Held(at)
+    sampler = Echo(tokenizer)
 
     async def play():
         gateway = Gateway(sampler, tokenizer)
@@ -109,7 +111,7 @@ def test_a_session_that_ends_while_a_chat_of_it_is_tokenized_records_nothing(at)
     session, (status, answer) = asyncio.run(play())
     assert (status, session.calls) == (409, [])
     assert "'a' has ended" in answer["error"]["message"]
-    assert len(sampler.requests) == (at == "answer")
+    assert len(sampler.requests) == (at != "prompt")
 
 
 @pytest.mark.parametrize("length", [0, 1])

@@ -6,39 +6,29 @@ import inspect
 import json
 import random
 import re
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from shoal.envs.program import ProgramConfig, ProgramEnv
-from shoal.gateway.server import Gateway, GatewayServer
 from shoal.rollout.programs import Result, run
-from shoal.samplers.sampler import Completion
-from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import compose_config
+from tests.gateway.asking import Says
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gateway"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
 
 
-class Adds:
+def adds(prompt):
     """Calls the tool `add`, and then says what came of it."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    async def sample(self, request):
-        prompt = self.tokenizer.decode(request.prompt_ids)
-        ids = self.tokenizer.encode("It is 3." if "<tool_response>\n3\n" in prompt else CALL)
-        return Completion(ids, (-0.5,) * len(ids), "stop", 7)
+    return "It is 3." if "<tool_response>\n3\n" in prompt else CALL
 
 
 @pytest.fixture
-def server():
-    tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
-    with GatewayServer(Gateway(Adds(tokenizer), tokenizer)) as server:
-        yield server
+def server(serve):
+    return serve(Says(adds))
 
 
 def parents(server):
@@ -100,16 +90,6 @@ def test_the_agents_sdk_of_openai_runs_an_agent_with_a_tool(server, monkeypatch,
     assert parents(server) == [None, 0]
 
 
-class Says:
-    """The same answer to all."""
-
-    def __init__(self, tokenizer, text):
-        self.ids = tokenizer.encode(text)
-
-    async def sample(self, request):
-        return Completion(self.ids, (-0.5,) * len(self.ids), "stop", 7)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "versions", "prompt"),
@@ -120,7 +100,7 @@ class Says:
     ],
 )
 def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is_the_reward(
-    name, package, versions, prompt
+    serve, name, package, versions, prompt
 ):
     """As commands, whose packages need not agree with shoal's."""
     try:
@@ -130,31 +110,24 @@ def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is
     if not installed.startswith(versions):
         pytest.skip(f"{package} {installed} is installed, and this is an example of {versions}")
     program = ProgramEnv(ProgramConfig(command=("{python}", name), folder=str(EXAMPLES), timeout=300))
-    tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
     for text, reward in (("b!", 1.0), ("a!", 0.0)):
-        with GatewayServer(Gateway(Says(tokenizer, text), tokenizer)) as server:
-            result = asyncio.run(run(program, {"seed": 1}, server.variables("a")))
-            (call,) = server.gateway.sessions["a"].calls
+        server = serve(Says(text))
+        result = asyncio.run(run(program, {"seed": 1}, server.variables("a")))
+        (call,) = server.gateway.sessions["a"].calls
         assert (result, call.turns, call.answer) == (Result(reward, reward == 1), prompt, text)
 
 
-class Advises:
+def advises(tool, field, prompt):
     """Asks the tool for the weather, and answers in the form of a package, with the thing for rain."""
-
-    def __init__(self, tokenizer, tool, field):
-        self.tokenizer, self.tool, self.field = tokenizer, tool, field
-
-    async def sample(self, request):
-        asked = self.tokenizer.decode(request.prompt_ids).rpartition("I go out.")[2]
-        if re.search(r"(<tool_response>|Observation:)\s+(rain|snow|sun|wind)", asked) is None:
-            said = {"name": "weather", "arguments": {}}
-        else:
-            said = {self.field: "umbrella"}
-            if self.tool:
-                said = {"name": self.tool, "arguments": said}
-        text = json.dumps(said)
-        ids = self.tokenizer.encode(f"<tool_call>\n{text}\n</tool_call>" if "name" in said else text)
-        return Completion(ids, (-0.5,) * len(ids), "stop", 7)
+    asked = prompt.rpartition("I go out.")[2]
+    if re.search(r"(<tool_response>|Observation:)\s+(rain|snow|sun|wind)", asked) is None:
+        said = {"name": "weather", "arguments": {}}
+    else:
+        said = {field: "umbrella"}
+        if tool:
+            said = {"name": tool, "arguments": said}
+    text = json.dumps(said)
+    return f"<tool_call>\n{text}\n</tool_call>" if "name" in said else text
 
 
 WEATHER = [
@@ -166,21 +139,19 @@ WEATHER = [
 
 @pytest.mark.parametrize(("package", "tool", "field"), WEATHER)
 def test_an_agent_that_asks_for_the_weather_is_paid_for_the_thing_that_fits_it(
-    monkeypatch, package, tool, field
+    serve, monkeypatch, package, tool, field
 ):
     pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module(f"weather_{package}")
-    tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
-    rewards = []
-    with GatewayServer(Gateway(Advises(tokenizer, tool, field), tokenizer)) as server:
-        for seed in range(8):
-            address = server.variables(str(seed))["OPENAI_BASE_URL"]
-            came = example.play({"seed": seed}, address)
-            rewards.append(asyncio.run(came) if inspect.iscoroutine(came) else came)
-            sky = random.Random(seed).choice(["rain", "snow", "sun", "wind"])
-            assert rewards[-1] == (sky == "rain")
-            assert len(server.gateway.sessions[str(seed)].close()) == 2
+    rewards, server = [], serve(Says(partial(advises, tool, field)))
+    for seed in range(8):
+        address = server.variables(str(seed))["OPENAI_BASE_URL"]
+        came = example.play({"seed": seed}, address)
+        rewards.append(asyncio.run(came) if inspect.iscoroutine(came) else came)
+        sky = random.Random(seed).choice(["rain", "snow", "sun", "wind"])
+        assert rewards[-1] == (sky == "rain")
+        assert len(server.gateway.sessions[str(seed)].close()) == 2
     assert set(rewards) == {0.0, 1.0}
 
 

@@ -10,8 +10,7 @@ import pytest
 from shoal.envs.tools import function_tool
 from shoal.gateway.server import Gateway, GatewayServer
 from shoal.rollout.tools.chat import ToolChat
-from shoal.samplers.sampler import Completion
-from shoal.samplers.tokenizers import TinyTokenizer
+from tests.gateway.asking import Says, handled
 from tests.rollout.tools import test_chats
 from tests.rollout.tools.test_thinking_templates import TEMPLATES, tokenizer_of
 
@@ -21,25 +20,12 @@ TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type":
 CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
 
 
-class Says:
-    """Says one text, which ends as it is told."""
-
-    def __init__(self, text, finish="stop", tokenizer=None):
-        self.tokenizer, self.text, self.finish = tokenizer or TinyTokenizer(), text, finish
-        self.prompts = []
-
-    async def sample(self, request):
-        self.prompts.append(request.prompt_ids)
-        ids = self.tokenizer.encode(self.text)
-        return Completion(ids, (-0.5,) * len(ids), self.finish, 7)
-
-
 def gateway(sampler):
     return Gateway(sampler, sampler.tokenizer)
 
 
 def ask(gateway, path, body, session="a"):
-    return asyncio.run(gateway.handle(path, session, json.dumps(body).encode(), False))
+    return asyncio.run(handled(gateway, session, body, path))
 
 
 def chat_body(results, ids=NAMES):
@@ -136,7 +122,7 @@ def test_an_answer_that_is_cut_behind_whole_calls_says_that_it_was_cut(path, bod
         "tools": tools.get(path, [{"name": "get", "input_schema": {"type": "object"}}]),
     }
     for finish in ("length", "stop"):
-        with GatewayServer(gateway(Says(f'{CALL}\n<tool_call>\n{{"name": "ge', finish))) as server:
+        with GatewayServer(gateway(Says(f'{CALL}\n<tool_call>\n{{"name": "ge', finish=finish))) as server:
             address = f"{server.gateway.url(server.base, 'a')}/v1/{path}"
             head = {"content-type": "application/json"}
             request = urllib.request.Request(address, json.dumps(asked).encode(), head)
@@ -259,13 +245,13 @@ def test_tools_calls_and_results_are_written_as_the_models_own_template_does(kin
     calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]]
     assert calls[0] == (test_chats.CALLS[0].name, test_chats.CALLS[0].arguments)
     assert [name for name, _ in calls] == ["add", "fail"]
-    assert model.tokenizer.spell(said.prompts[0]) == shows(GO)
+    assert model.tokenizer.spell(said.requests[0].prompt_ids) == shows(GO)
 
     results = [{"role": "tool", "content": text, "tool_call_id": "call00000"} for text in ("3", "no")]
     back = [{**r, "tool_call_id": c["id"]} for r, c in zip(results, message["tool_calls"], strict=True)]
     assert ask(served, "chat/completions", {"messages": [GO, message, *back], "tools": schemas})[0] == 200
     seen = shows(GO, {"role": "assistant", "content": model.said}, *results)
-    assert model.tokenizer.spell(said.prompts[1]) == seen
+    assert model.tokenizer.spell(said.requests[1].prompt_ids) == seen
     assert [call.parent for _, call in served.sessions["a"].close(in_time=True)] == [None, 0]
 
     foreign = {**message, "tool_calls": message["tool_calls"][:1]}  # of another model, say: it begins a root
@@ -275,7 +261,7 @@ def test_tools_calls_and_results_are_written_as_the_models_own_template_does(kin
         test_chats.CALLS[0]
     )
     seen = shows({**GO, "content": "other"}, {"role": "assistant", "content": written}, results[0])
-    assert model.tokenizer.spell(said.prompts[2]) == seen
+    assert model.tokenizer.spell(said.requests[2].prompt_ids) == seen
     assert not caplog.records
 
 

@@ -1,7 +1,6 @@
 """A gateway that answers for weeks: sessions end, and a call keeps what is new of it."""
 
 import asyncio
-import json
 
 import msgspec
 import pytest
@@ -9,20 +8,20 @@ import pytest
 from shoal.gateway import server
 from shoal.gateway.server import Gateway, Room
 from shoal.gateway.sessions import Recorded
-from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TinyTokenizer
+from tests.gateway.asking import Says, chat_of, handled
 
 
-class Says:
-    """Answers with a text that may have to be waited for."""
+class Waits(Says):
+    """Answers when `go` is set."""
 
-    def __init__(self, text="yes"):
-        self.ids, self.go = TinyTokenizer().encode(text), asyncio.Event()
-        self.go.set()
+    def __init__(self):
+        super().__init__("yes")
+        self.go = asyncio.Event()
 
     async def sample(self, request):
         await self.go.wait()
-        return Completion(self.ids, (-0.5,) * len(self.ids), "stop", 0)
+        return await super().sample(request)
 
 
 @pytest.fixture
@@ -39,15 +38,11 @@ def clock(monkeypatch):
 
 
 def make(sampler=None, **more):
-    return Gateway(sampler or Says(), TinyTokenizer(), **more)
+    return Gateway(sampler or Says("yes"), TinyTokenizer(), **more)
 
 
 async def ask(gateway, session, *texts):
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    status, found = await gateway.handle(
-        "chat/completions", session, json.dumps({"messages": messages}).encode(), False
-    )
+    status, found = await handled(gateway, session, chat_of(*texts))
     return status, found["error"]["message"] if status != 200 else found["choices"][0]["message"]["content"]
 
 
@@ -94,9 +89,8 @@ def test_names_that_are_refused_take_no_room():
 
 def test_sessions_end_that_hold_more_than_said_but_none_that_is_being_answered():
     async def play():
-        sampler = Says()
+        sampler = Waits()
         gateway = make(sampler, room=Room(bytes=5000))
-        sampler.go.clear()
         waits = asyncio.ensure_future(ask(gateway, "waits", "go"))
         await asyncio.sleep(0)
         sampler.go.set()
@@ -142,8 +136,4 @@ def test_a_long_chat_takes_no_more_than_what_was_said_in_it(tmp_path):
     # all that the model read in the last call, from what each call has that is new
     ids = [*(one for call in calls for one in (*call.call.new_prompt_ids, *call.call.response_ids))]
     tokenizer = TinyTokenizer()
-    chat = [{"role": ("user", "assistant")[i % 2], "content": "question " * 20 if i % 2 == 0 else "y" * 50}
-            for i in range(119)]  # fmt: skip
-    assert tokenizer.decode(ids).count("question") == tokenizer.decode(tokenizer.start(chat)).count(
-        "question"
-    )
+    assert tokenizer.decode(ids).count("question") == 60 * 20

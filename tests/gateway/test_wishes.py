@@ -8,36 +8,21 @@ import openai
 import pytest
 
 from shoal.samplers.asking import SamplerClient
-from shoal.samplers.sampler import Completion
-from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.samplers.tokenizers import TinyTokenizer
-from tests.gateway.test_gateway import CHAT, GO, TOOL, Scripted, client, post, serve  # noqa: F401
+from tests.gateway.asking import CHAT, GO, Says, chat_of, client, post
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}
 OTHER = {"type": "function", "function": {"name": "clock"}}
 
 
-class Saying:
-    """Says the same text to everything, and keeps the prompts as text."""
-
-    def __init__(self, text="ok"):
-        self.tokenizer, self.text, self.prompts = TinyTokenizer([]), text, []
-
-    async def sample(self, request):
-        self.prompts.append(self.tokenizer.decode(request.prompt_ids))
-        ids = self.tokenizer.encode(self.text)[: request.sampling.max_tokens]
-        return Completion(ids, (-0.5,) * len(ids), "stop", 7)
-
-
 @pytest.fixture
-def ask(serve):  # noqa: F811
+def ask(serve):
     """The JSON of an answer, the last prompt, and what is counted of the session."""
 
     def asked(path, body, text="ok", session="a"):
-        model = asked.models.setdefault(text, Saying(text))
-        server = asked.servers.setdefault(text, serve(model, model.tokenizer, max_tokens=200))
-        status, answer = post(server, json.dumps(body).encode(), f"{session}/v1/{path}")
+        model = asked.models.setdefault(text, Says(text))
+        server = asked.servers.setdefault(text, serve(model, max_tokens=200))
+        status, answer = post(server, body, f"{session}/v1/{path}")
         assert status == 200, answer
         counted = server.gateway.sessions[session].requests
         return (
@@ -205,10 +190,20 @@ def test_a_tool_that_takes_one_text_is_called_with_it(ask):
     assert (made["type"], made["custom"]) == ("custom", {"name": "patch", "input": "*** Begin"})
 
 
+def test_a_call_with_one_text_is_streamed(serve):
+    call = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
+    agent = client(serve(Says(call)))
+    events = list(
+        agent.responses.create(input="go", tools=[{"type": "custom", "name": "patch"}], stream=True, **CHAT)
+    )
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    (item,) = events[-1].response.output
+    assert (done.input, item.type, item.input) == ("*** Begin", "custom_tool_call", "*** Begin")
+
+
 # --- text and tokens without a template
-def test_a_completion_is_the_text_as_it_is_and_tokens_go_on_from_a_call(serve):  # noqa: F811
-    engine = TinyEngine([], TinyShape(32, 1, 2, 200), seed=1)
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8)
+def test_a_completion_is_the_text_as_it_is_and_tokens_go_on_from_a_call(serve, engine):
+    server = serve(SamplerClient(engine), max_tokens=8)
     agent = client(server)
     more = {"extra_body": {"return_token_ids": True}}
     first = agent.completions.create(model="m", prompt="Once upon", max_tokens=4, logprobs=1, **more)
@@ -235,27 +230,27 @@ def test_a_completion_is_the_text_as_it_is_and_tokens_go_on_from_a_call(serve): 
     assert {part.choices[0].index for part in parts} == {0, 1}
 
 
-def test_models_by_name_and_the_count_of_tokens(serve):  # noqa: F811
-    engine = TinyEngine([], TinyShape(32, 1, 2, 200), seed=1)
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8, model="mine")
+def test_models_by_name_and_the_count_of_tokens(serve, engine):
+    server = serve(SamplerClient(engine), max_tokens=8, model="mine")
     assert client(server).models.retrieve("gpt/5").id == "gpt/5"
     assert client(server).models.list().data[0].id == "mine"
+    assert post(server, chat_of("go", model=None))[1]["model"] == "mine"
     asked = {"model": "m", "messages": GO, "system": "be brief"}
-    status, counted = post(server, json.dumps(asked).encode(), "a/v1/messages/count_tokens")
+    status, counted = post(server, asked, "b/v1/messages/count_tokens")
     assert status == 200
-    assert "a" not in server.gateway.sessions
-    status, answer = post(server, json.dumps({**asked, "max_tokens": 4}).encode(), "a/v1/messages")
+    assert "b" not in server.gateway.sessions
+    status, answer = post(server, {**asked, "max_tokens": 4}, "a/v1/messages")
     assert answer["usage"]["input_tokens"] == counted["input_tokens"]
 
 
 # --- a full disk
-def test_a_call_that_could_not_be_written_is_answered_alike_when_it_is_asked_again(serve, tmp_path):  # noqa: F811
+def test_a_call_that_could_not_be_written_is_answered_alike_when_it_is_asked_again(serve, engine, tmp_path):
     journal = tmp_path / "calls.jsonl"
     journal.mkdir()  # nothing can be written there
-    engine = TinyEngine([], TinyShape(32, 1, 2, 200), seed=1)
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8, journal=journal)
-    body = json.dumps({"messages": GO, "n": 2}).encode()
-    assert post(server, body)[0] == 503
+    server = serve(SamplerClient(engine), max_tokens=8, journal=journal)
+    body = chat_of("go", n=2)
+    status, answer = post(server, body)
+    assert (status, "calls.jsonl" in answer["error"]["message"]) == (503, True)
     session = server.gateway.sessions["a"]
     first = [recorded.call.response_ids for recorded in session.calls]
     assert post(server, body)[0] == 503
@@ -268,15 +263,13 @@ def test_a_call_that_could_not_be_written_is_answered_alike_when_it_is_asked_aga
     assert len(session.close()) == 2
 
 
-def test_a_call_that_was_never_written_or_answered_is_in_no_record(serve, tmp_path):  # noqa: F811
+def test_a_call_that_was_never_written_or_answered_is_in_no_record(serve, engine, tmp_path):
     journal = tmp_path / "calls.jsonl"
-    engine = TinyEngine([], TinyShape(32, 1, 2, 200), seed=1)
-    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8, journal=journal)
-    body = json.dumps({"messages": GO}).encode()
-    assert post(server, body)[0] == 200
+    server = serve(SamplerClient(engine), max_tokens=8, journal=journal)
+    assert post(server, chat_of("go"))[0] == 200
     journal.rename(tmp_path / "before")
     journal.mkdir()
-    assert post(server, json.dumps({"messages": [{"role": "user", "content": "lost"}]}).encode())[0] == 503
+    assert post(server, chat_of("lost"))[0] == 503
     session = server.gateway.sessions["a"]
     assert len(session.calls) == 2
     assert [recorded.number for recorded, _ in session.close()] == [0]
@@ -333,9 +326,9 @@ CODEX = {
     [("messages?beta=true", CLAUDE_CODE), ("responses", CODEX)],
     ids=["Claude Code", "Codex"],
 )
-def test_requests_of_coding_agents_are_answered(serve, path, body):  # noqa: F811
-    model = Saying("done")
-    server = serve(model, model.tokenizer, max_tokens=200)
+def test_requests_of_coding_agents_are_answered(serve, path, body):
+    model = Says("done")
+    server = serve(model, max_tokens=200)
     request = urllib.request.Request(
         f"{server.base}/{server.gateway.secret}/a/v1/{path}", json.dumps(body).encode(),
         {"content-type": "application/json", "anthropic-beta": "claude-code-20250219"},
@@ -348,9 +341,8 @@ def test_requests_of_coding_agents_are_answered(serve, path, body):  # noqa: F81
         assert text in prompt
 
 
-def test_the_packages_own_structured_output(serve):  # noqa: F811
-    model = Saying('{"city": "Oslo"}')
-    server = serve(model, model.tokenizer, max_tokens=200)
+def test_the_packages_own_structured_output(serve):
+    server = serve(Says('{"city": "Oslo"}'), max_tokens=200)
     pydantic = pytest.importorskip("pydantic")
     place = pydantic.create_model("Place", city=(str, ...))
     agent = client(server)
@@ -369,15 +361,15 @@ async def _streamed(server, place):
         return (await stream.get_final_completion()).choices[0].message.parsed.city
 
 
-def test_packages_of_anthropic_are_told_in_their_own_code_to_send_the_whole_conversation(serve):  # noqa: F811
+def test_packages_of_anthropic_are_told_in_their_own_code_to_send_the_whole_conversation(serve):
     """`tool_runner` asks the server to keep the conversation, and goes on without if this is the refusal."""
-    server = serve(Saying(), TinyTokenizer([]), max_tokens=9)
+    server = serve(Says("ok"), max_tokens=9)
     body = {"messages": GO, "max_tokens": 9, "thread": {"type": "create"}}
-    status, answer = post(server, json.dumps(body).encode(), "a/v1/messages")
+    status, answer = post(server, body, "a/v1/messages")
     assert status == 400
     assert answer["error"]["details"] == {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
-    status, _ = post(server, json.dumps({**body, "thread": None}).encode(), "a/v1/messages")
+    status, _ = post(server, {**body, "thread": None}, "a/v1/messages")
     assert status == 200

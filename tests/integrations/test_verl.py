@@ -22,7 +22,6 @@ with pytest.MonkeyPatch.context() as patch:
         from verl.protocol import DataProto
         from verl.trainer.ppo import core_algos
         from verl.utils.model import compute_position_id_with_mask
-        from verl.workers.config import ActorConfig
         from verl.workers.rollout.replica import TokenOutput
 
 from omegaconf import OmegaConf
@@ -37,7 +36,6 @@ from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.algorithms.advantages import token_gae, turn_advantages
-from shoal.train.agent.algorithms.losses import aggregation_weights, clipped_surrogate, ratio_of
 from shoal.train.agent.config import AgentProxy, Algorithm
 
 pytestmark = [
@@ -73,17 +71,6 @@ def play(engine, mode="append", groups=3, size=4):
     }
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         return manager.collect(0)
-
-
-def spread(trajectories, turns, width):
-    """The slow way: one number a turn onto the written tokens of one row an episode."""
-    found = np.zeros((len(trajectories), width))
-    for place, (trajectory, numbers) in enumerate(zip(trajectories, turns, strict=True)):
-        begin = len(exchanges(trajectory)[0].prompt_ids)
-        for turn, number in zip(exchanges(trajectory), numbers, strict=True):
-            first = len(turn.prompt_ids) - begin
-            found[place, first : first + len(turn.response_ids)] = number
-    return found
 
 
 def test_tensors_are_what_verl_expects(engine):
@@ -125,31 +112,6 @@ def test_failed_episodes_stay_outside(engine):
         to_dataproto(failed[:1], 2)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "compute", "settings"),
-    [
-        ("grpo", core_algos.compute_grpo_outcome_advantage, {}),
-        ("dr_grpo", core_algos.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": False}),
-        ("rloo", core_algos.compute_rloo_outcome_advantage, {}),
-    ],
-)
-def test_advantages_of_verl_and_of_shoal_are_the_same(estimator, compute, settings, engine):
-    trajectories = play(engine)
-    turns = turn_advantages(trajectories, Algorithm(adv_estimator=estimator), AgentProxy())
-    data = to_dataproto(trajectories, 2, advantages=turns)
-    found, _ = compute(
-        token_level_rewards=data.batch["token_level_rewards"],
-        response_mask=data.batch["response_mask"].float(),
-        index=data.non_tensor_batch["uid"],
-        **settings,
-    )
-    assert found.abs().max() > 0.1
-    torch.testing.assert_close(data.batch["advantages"], found.float(), atol=2e-5, rtol=0)
-    np.testing.assert_allclose(
-        data.batch["advantages"], spread(trajectories, turns, found.shape[1]), atol=1e-6
-    )
-
-
 def test_token_gae_of_verl_and_of_shoal_are_the_same(engine):
     trajectories = play(engine)
     data = to_dataproto(trajectories, 2)
@@ -165,30 +127,6 @@ def test_token_gae_of_verl_and_of_shoal_are_the_same(engine):
         known = np.split(values[place][written].numpy().astype(np.float64), cuts)
         _, targets = token_gae([t.reward for t in trajectory.turns], known, 1.0, 0.9)
         np.testing.assert_allclose(returns[place][written], np.concatenate(targets), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("how", "verls"), [("token_mean", "token-mean"), ("sequence_mean", "seq-mean-token-mean")]
-)
-def test_the_clipped_loss_of_verl_and_of_shoal_is_the_same(how, verls):
-    rng = stream(0, "loss")
-    lengths = [3, 7, 1, 5]
-    mask = torch.tensor([[1.0] * n + [0.0] * (7 - n) for n in lengths])
-    new, old, advantages = (torch.from_numpy(rng.normal(size=(4, 7))) for _ in range(3))
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio=0.2,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.28,
-        clip_ratio_c=3.0,
-    )
-    expected, _ = core_algos.compute_policy_loss_vanilla(old, new, advantages, mask, verls, config)
-    flat = mask.bool()
-    losses = clipped_surrogate(ratio_of(new[flat] - old[flat]), advantages[flat], 0.2, 0.28, 3.0)
-    weights = torch.from_numpy(np.concatenate(aggregation_weights(lengths, how)))
-    torch.testing.assert_close((losses * weights).sum(), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_fresh_chat_each_turn_gives_one_row_a_turn_with_shoals_advantages(engine):

@@ -34,7 +34,6 @@ class MathVerifier:
         if importlib.util.find_spec("math_verify") is None:
             raise missing_extra("checker='math_verify'", "math")
         self.seconds = seconds
-        self.kills = 0
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
 
@@ -59,7 +58,6 @@ class MathVerifier:
             process.wait()
             late = process.exit_code == -signal.SIGPROF
             self._end()
-            self.kills += late
             return False if late else None
         except BaseException:  # Ctrl-C: its answer would be taken for that to the next question
             self._end()

@@ -14,8 +14,9 @@ from shoal.gateway.chats import (
     RefusedError,
     Wishes,
     answer_part,
-    flag,
+    fields_of,
     listed,
+    messages_of,
     offered_tool,
     result_part,
     turns_of,
@@ -44,15 +45,11 @@ def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
     if body.get("thread"):
         raise RefusedError("thread: no conversation is kept here, send the whole one", param=THREAD)
     check(body, KNOWN, {})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise RefusedError("messages must be a list with at least one message", param="messages")
+    given = messages_of(body)
     wishes = Wishes()
     wishes.unused({} if body.get("thinking") == {"type": "disabled"} else body, {"thinking"})
     wishes.unused(body, UNUSED - {"thinking"})
-    output = body.get("output_config") or {}
-    if not isinstance(output, Mapping):
-        raise RefusedError("output_config must be an object", param="output_config")
+    output = fields_of(body, "output_config")
     wishes.answer_in_json(output.get("format"), "output_config.format")
     wishes.answer_in_json(body.get("output_format"), "output_format")
     wishes.unused(output, {"effort"})
@@ -75,10 +72,7 @@ def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
     sampling = sampling_of({**body, "stop": stop}, most, "max_tokens")
-    return ChatRequest(
-        turns_of(wishes.in_front(parts)), sampling, model=str(body.get("model", "")),
-        stream=flag(body, "stream"), tools=tools, begun=begun, **wishes.noted,
-    )  # fmt: skip
+    return ChatRequest(turns_of(wishes.in_front(parts)), sampling, tools=tools, begun=begun, **wishes.noted)
 
 
 def _role(message: Any) -> Any:

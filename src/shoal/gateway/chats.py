@@ -248,6 +248,22 @@ def listed(value: Any, param: str) -> list[Any]:
     raise RefusedError(f"{param} must be a list, got {value!r:.80}", param=param)
 
 
+def fields_of(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object in a request; nothing is an empty one."""
+    value = body.get(name) or {}
+    if isinstance(value, Mapping):
+        return value
+    raise RefusedError(f"{name} must be an object", param=name)
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Any]:
+    """The messages of a request, of which there must be one."""
+    found = body.get("messages")
+    if isinstance(found, list) and found:
+        return found
+    raise RefusedError("messages must be a list with at least one message", param="messages")
+
+
 def flag(body: Mapping[str, Any], name: str) -> bool:
     """A switch of a request; nothing is off."""
     value = body.get(name)

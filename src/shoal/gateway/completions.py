@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import ChatRequest, Part, RefusedError, Turn, Wishes, flag
-from shoal.gateway.openai import SILENT, check, number, sampling_of
+from shoal.gateway.chats import ChatRequest, Part, RefusedError, Turn, Wishes, fields_of, flag
+from shoal.gateway.openai import SILENT, check, number, sampling_of, usage_of
 from shoal.gateway.sessions import Choice
 
 KNOWN = SILENT | {
@@ -40,14 +40,11 @@ def completion(body: Mapping[str, Any], most: int) -> ChatRequest:
         raise RefusedError("prompt must be one text, or a list of token ids", param="prompt")
     wishes = Wishes()
     wishes.unused(body, {"seed"})
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise RefusedError("stream_options must be an object", param="stream_options")
     text = given if isinstance(given, str) else json.dumps(given)
     return ChatRequest(
         (Turn("user", (Part("user", text, "prompt"),)),), sampling_of({"max_tokens": 16, **body}, most, "max_tokens"),
-        choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")), stream=flag(body, "stream"),
-        logprobs=body.get("logprobs") is not None, usage=flag(options, "include_usage"),
+        choices=number(body, "n", int, 1, 1, 128), logprobs=body.get("logprobs") is not None,
+        usage=flag(fields_of(body, "stream_options"), "include_usage"),
         token_ids=flag(body, "return_token_ids"), raw=given if isinstance(given, str) else tuple(given),
         **wishes.noted,
     )  # fmt: skip
@@ -67,12 +64,9 @@ def completion_answer(asked: ChatRequest, session: str, answers: Sequence[Choice
         if asked.token_ids:
             choice |= {"token_ids": list(done.token_ids), "prompt_token_ids": list(answer.prompt_ids)}
         choices.append(choice)
-    written = sum(len(answer.completion.token_ids) for answer in answers)
-    read = answers[0].prompt_tokens
     return {
         "id": f"cmpl-{session}-{answers[0].number}", "object": "text_completion", "created": int(time.time()),
-        "model": asked.model, "choices": choices,
-        "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        "model": asked.model, "choices": choices, "usage": usage_of(answers),
     }  # fmt: skip
 
 

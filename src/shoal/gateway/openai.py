@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.envs.tools import Tool
 from shoal.gateway.chats import (
     ChatRequest,
     Part,
@@ -19,8 +18,10 @@ from shoal.gateway.chats import (
     Wishes,
     answer_part,
     arguments_of,
+    fields_of,
     flag,
     listed,
+    messages_of,
     offered_tool,
     result_part,
     turns_of,
@@ -104,12 +105,16 @@ def text_of(content: Any, param: str) -> str:
     raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
 
 
-def tools_of(body: Mapping[str, Any], wishes: Wishes) -> tuple[Tool, ...]:
-    """The tools of a request that may be called; what is said of calls becomes a wish."""
-    found = []
+ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The arguments of a tool that takes one text."""
+
+
+def tools_of(body: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
+    """The fields of a `ChatRequest` that say which tools may be called; what is said of calls becomes a wish."""
+    found, custom = [], set()
     for tool in listed(body.get("tools"), "tools"):
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
-        if kind == "custom":  # it takes one text
+        if kind == "custom":
             function: Any = tool.get("custom", tool)
             parameters: Any = ONE_TEXT
         elif kind == "function":
@@ -120,21 +125,11 @@ def tools_of(body: Mapping[str, Any], wishes: Wishes) -> tuple[Tool, ...]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
         found.append(offered_tool(function["name"], function.get("description"), parameters))
+        if kind == "custom":
+            custom.add(function["name"])
     may_call = wishes.choose_tool(body.get("tool_choice"), ("required", "function", "custom"))
     wishes.one_call(bool(found) and body.get("parallel_tool_calls") is False, "parallel_tool_calls")
-    return wishes.offered(found) if may_call else ()
-
-
-ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""The arguments of a tool that takes one text."""
-
-
-def custom_tools(body: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the tools that take one text."""
-    tools = [tool for tool in listed(body.get("tools"), "tools") if isinstance(tool, Mapping)]
-    return frozenset(
-        str(tool.get("custom", tool).get("name")) for tool in tools if tool.get("type") == "custom"
-    )
+    return {"tools": wishes.offered(found) if may_call else (), "custom": frozenset(custom)}
 
 
 def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
@@ -145,16 +140,11 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
         most: tokens of an answer, at most.
     """
     check(body, CHAT)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError("messages must be a list with at least one message", param="messages")
+    messages = messages_of(body)
     wishes = Wishes()
     wishes.unused(body, UNUSED)
     wishes.answer_in_json(body.get("response_format"), "response_format")
     tools = tools_of(body, wishes)
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise RefusedError("stream_options must be an object", param="stream_options")
     begun = ""
     if _goes_on(body):
         *messages, last = messages
@@ -163,10 +153,9 @@ def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
     parts = wishes.in_front(_chat_message(place, message, several) for place, message in enumerate(messages))
     return ChatRequest(
         turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
-        choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
-        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"), tools=tools,
-        usage=flag(options, "include_usage"), begun=begun, token_ids=flag(body, "return_token_ids"),
-        custom=custom_tools(body), **wishes.noted,
+        choices=number(body, "n", int, 1, 1, 128), logprobs=flag(body, "logprobs"),
+        usage=flag(fields_of(body, "stream_options"), "include_usage"), begun=begun,
+        token_ids=flag(body, "return_token_ids"), **tools, **wishes.noted,
     )  # fmt: skip
 
 
@@ -249,15 +238,21 @@ def chat_answer(asked: ChatRequest, session: str, answers: Sequence[Choice]) -> 
             ]
             choice["logprobs"] = {"content": content, "refusal": None}
         choices.append(choice)
-    written = sum(len(answer.completion.token_ids) for answer in answers)
-    read = answers[0].prompt_tokens
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    known = read - answers[0].new_tokens
     more = {"prompt_token_ids": list(answers[0].prompt_ids)} if asked.token_ids else {}
     return {
         "id": f"chatcmpl-{session}-{answers[0].number}", "object": "chat.completion", "created": int(time.time()),
         "model": asked.model, "choices": choices, **more,
-        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": known}},
+        "usage": usage_of(answers),
+    }  # fmt: skip
+
+
+def usage_of(answers: Sequence[Choice]) -> dict[str, Any]:
+    """How many tokens were read and written."""
+    read, known = answers[0].prompt_tokens, answers[0].prompt_tokens - answers[0].new_tokens
+    written = sum(len(answer.completion.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": known},
     }  # fmt: skip
 
 

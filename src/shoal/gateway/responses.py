@@ -15,20 +15,11 @@ from shoal.gateway.chats import (
     Wishes,
     answer_part,
     arguments_of,
-    flag,
+    fields_of,
     result_part,
     turns_of,
 )
-from shoal.gateway.openai import (
-    SILENT,
-    call_id,
-    check,
-    custom_tools,
-    one_text,
-    sampling_of,
-    text_of,
-    tools_of,
-)
+from shoal.gateway.openai import SILENT, call_id, check, one_text, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Choice
 
 UNUSED = {"reasoning", "seed"}
@@ -57,17 +48,14 @@ def response(body: Mapping[str, Any], most: int) -> ChatRequest:
     instructions = text_of(body.get("instructions"), "instructions")
     wishes = Wishes()
     wishes.unused(body, UNUSED)
-    text = body.get("text") or {}
-    if not isinstance(text, Mapping):
-        raise RefusedError("text must be an object", param="text")
+    text = fields_of(body, "text")
     wishes.answer_in_json(text.get("format"), "text.format")
     wishes.unused(text, {"verbosity"})
     tools = tools_of(body, wishes)
     front = [Part("system", instructions, "instructions")] if instructions else []
     return ChatRequest(
         turns_of(wishes.in_front([*front, *_items(items)])), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tools, custom=custom_tools(body),
-        **wishes.noted,
+        **tools, **wishes.noted,
     )  # fmt: skip
 
 
@@ -160,8 +148,12 @@ def response_stream(asked: ChatRequest, answer: Mapping[str, Any]) -> Iterator[b
             yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **where, content_index=0, part=part)
         else:
-            yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
-            yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
+            custom = item["type"] == "custom_tool_call"
+            kind, field = (
+                ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
+            )
+            yield event("response.output_item.added", output_index=index, item={**item, field: ""})
+            yield event(f"response.{kind}.delta", **where, delta=item[field])
+            yield event(f"response.{kind}.done", **where, **{field: item[field]})
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{answer['status']}", response=dict(answer))

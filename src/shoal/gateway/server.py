@@ -26,7 +26,7 @@ from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, completions, openai, responses
-from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, from_json
+from shoal.gateway.chats import PICKING, ChatRequest, RefusedError, flag, from_json
 from shoal.gateway.sessions import Choice, ClosedError, Recorded, Session, Tokens
 from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
@@ -261,7 +261,8 @@ class Gateway:
             raise RefusedError("the request must be a JSON object")
         asked = wire.read(given, self.max_tokens)
         settings = {name: given[name] for name in PICKING if given.get(name) is not None}
-        return replace(asked, model=asked.model or self.model, settings=settings)
+        model = str(given.get("model") or self.model)
+        return replace(asked, model=model, stream=flag(given, "stream"), settings=settings)
 
 
 def make_app(gateway: Gateway) -> Any:

@@ -274,8 +274,7 @@ class Session:
             body: its bytes, by which a retry is known.
             retried: whether the client says that it sent it before.
         """
-        if self.closed:
-            raise ClosedError(self.name)
+        self._check_open()
         digest = hashlib.sha256(body).hexdigest()
         task = self._answers.get(digest) if retried else None
         if task is None or (task.done() and task.exception() is not None):
@@ -325,12 +324,9 @@ class Session:
         return answers
 
     async def _sampled(self, asked: ChatRequest) -> list[Choice]:
-        sampling, work = self._sampling(asked.sampling), self._tokens.work
+        sampling = self._sampling(asked.sampling)
         async with self._order:
-            form = await self._tokens.of(asked)
-            prompt = await work(
-                partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
-            )
+            form, prompt = await self._prompted(asked)
             used = self._asked[prompt.digest]
             free = (nth for nth in itertools.count() if nth not in used)
             numbers = list(itertools.islice(free, asked.choices))
@@ -351,7 +347,7 @@ class Session:
                     "context",
                     param="messages",
                 )
-            texts = await work(
+            texts = await self._tokens.work(
                 partial(self._read, asked, form.tools, done), sum(len(one.token_ids) for one in done)
             )
             self._check_open()
@@ -427,11 +423,12 @@ class Session:
 
     async def count(self, asked: ChatRequest) -> int:
         """Tokens of the prompt of a request, which is not answered."""
-        form = await self._tokens.of(asked)
-        prompt = await self._tokens.work(
-            partial(self._prompt, asked, form), sum(len(turn.text) for turn in asked.chat)
-        )
+        _, prompt = await self._prompted(asked)
         return len(prompt.ids)
+
+    async def _prompted(self, asked: ChatRequest) -> tuple[ChatFormat, Prompt]:
+        form, size = await self._tokens.of(asked), sum(len(turn.text) for turn in asked.chat)
+        return form, await self._tokens.work(partial(self._prompt, asked, form), size)
 
     def _going_on(self, asked: ChatRequest, form: ChatFormat) -> tuple[tuple[int, ...], int] | None:
         """The tokens of a chat that goes on from a call, and that call; None if it goes on from none."""

@@ -6,13 +6,12 @@ keyed by name. With `tool_environment` TRL plays them, and an env is a tool that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from shoal import envs
-from shoal.core.data import Trajectory, reward_of
+from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EnvError, needs_extra
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
@@ -291,9 +290,7 @@ class ToolEnvironment:
     def _act(self, action: str) -> str:
         for step in self._env.projection(f"<action>{action}</action>").actions:
             observation, reward, terminated, truncated, info = self._env.step(step)
-            if not math.isfinite(number := reward_of(reward)):
-                raise ValueError(f"the reward must be a finite number, got {reward!r}")
-            self._total += number
+            self._total += reward
             self._over = terminated or truncated
             if self._over:
                 return f"{observation}\n\nThe episode is over."

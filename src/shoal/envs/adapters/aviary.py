@@ -14,10 +14,10 @@ from shoal.core.data import ToolUse, reward_of
 from shoal.core.errors import ConfigError, EnvError, format_error
 from shoal.core.executors import OwnThread
 from shoal.envs.actions import ToolCall
-from shoal.envs.adapters.library import PrivateRandom, library
+from shoal.envs.adapters.library import OthersToolEnv, PrivateRandom, library
 from shoal.envs.catalogue import function_named
 from shoal.envs.text import Outcome, check_numbers
-from shoal.envs.tool_env import MOST_ERROR, ToolEnv
+from shoal.envs.tool_env import MOST_ERROR
 from shoal.envs.tools import Tool
 
 PIP = "fhaviary"
@@ -46,7 +46,7 @@ class AviaryConfig:
         check_numbers(self, max_steps=1)
 
 
-class AviaryEnv(ToolEnv[AviaryConfig]):
+class AviaryEnv(OthersToolEnv[AviaryConfig]):
     """An env of aviary, in an event loop of its own; its draws are private and follow the seed.
 
     What a tool raises is shown to the model, for each call of that step. A message of the env that answers no call
@@ -55,7 +55,6 @@ class AviaryEnv(ToolEnv[AviaryConfig]):
 
     Config = AviaryConfig
     seed_stream = "AviaryEnv"
-    instructions = "Do the task. Call tools to act."
 
     def __init__(self, config: AviaryConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
@@ -99,10 +98,6 @@ class AviaryEnv(ToolEnv[AviaryConfig]):
             return self._dataset.get_new_env()
         return self._dataset.get_new_env_by_idx(int(rng.integers(count)))
 
-    def tools(self) -> Sequence[Tool]:
-        """Those that the env named."""
-        return self._listed
-
     def _use(self, calls: Sequence[ToolCall]) -> Sequence[ToolUse]:
         core = library("aviary.core", PIP)
         asked = [
@@ -131,13 +126,6 @@ class AviaryEnv(ToolEnv[AviaryConfig]):
             ToolUse(call.name, call.arguments, self._tools[call.name].result(result))
             for call, result in zip(calls, results, strict=True)
         ]
-
-    def _outcome(self) -> Outcome:
-        return self._step_outcome
-
-    def observe(self) -> str:
-        """What the env said at its reset."""
-        return self._told
 
     # --- its event loop
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Other people's libraries: imported on first use, their draws from global generators reproducible and unnoticed.
 
-`LibraryEnv` is the base of the text envs that play one of them.
+`LibraryEnv` is the base of the text envs that play one of them, `OthersToolEnv` of those that act by its tools.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import random
 import threading
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ from shoal.core.errors import MissingExtraError
 from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Outcome, TextEnv
+from shoal.envs.tool_env import ToolEnv
+from shoal.envs.tools import Tool
 
 C = TypeVar("C")
 
@@ -104,3 +106,23 @@ class LibraryEnv(TextEnv[C], ABC):
     def available_actions(self) -> list[str]:
         """A pattern: an action is free text."""
         return [self.pattern]
+
+
+class OthersToolEnv(ToolEnv[C], ABC):
+    """A text env whose tools somebody else has: a subclass sets what it told, its tools, and how a step came out."""
+
+    instructions = "Do the task. Call tools to act."
+    _told: str
+    _listed: Sequence[Tool]
+    _step_outcome: Outcome
+
+    def tools(self) -> Sequence[Tool]:
+        """Those that were listed when the episode began."""
+        return self._listed
+
+    def _outcome(self) -> Outcome:
+        return self._step_outcome
+
+    def observe(self) -> str:
+        """What was told when the episode began."""
+        return self._told

@@ -12,10 +12,10 @@ import numpy as np
 from shoal.core.data import ToolUse
 from shoal.core.errors import EnvError
 from shoal.envs.actions import ToolCall
+from shoal.envs.adapters.library import OthersToolEnv
 from shoal.envs.adapters.openenv import OnServer, OnServerConfig
 from shoal.envs.text import Outcome
-from shoal.envs.tool_env import ToolEnv
-from shoal.envs.tools import Tool, tools_of
+from shoal.envs.tools import tools_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OpenEnvToolsConfig(OnServerConfig):
     """Reward of a step in which no call could be made."""
 
 
-class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], ToolEnv[OpenEnvToolsConfig]):
+class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], OthersToolEnv[OpenEnvToolsConfig]):
     """The tools of an env on an OpenEnv server.
 
     Each call is a step of the server, one after the other; those behind the end of the episode are not made. The reward
@@ -43,7 +43,6 @@ class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], ToolEnv[OpenEnvToolsConfig]):
 
     Config = OpenEnvToolsConfig
     seed_stream = "OpenEnvToolEnv"
-    instructions = "Do the task. Call tools to act."
 
     def __init__(self, config: OpenEnvToolsConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
@@ -56,10 +55,6 @@ class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], ToolEnv[OpenEnvToolsConfig]):
         self._told = shown if isinstance(shown, str) else written
         listed, _, _ = self._ask("step", {"type": "list_tools"})
         self._listed = tools_of({"tools": [_described(tool) for tool in _list_of(listed.get("tools"))]})
-
-    def tools(self) -> Sequence[Tool]:
-        """Those that the server lists."""
-        return self._listed
 
     def _use(self, calls: Sequence[ToolCall]) -> Sequence[ToolUse]:
         paid, done, last = 0.0, False, 0.0
@@ -85,13 +80,6 @@ class OpenEnvToolEnv(OnServer[OpenEnvToolsConfig], ToolEnv[OpenEnvToolsConfig]):
         if isinstance(result, dict) and result.get("is_error") is True:
             return ToolUse(call.name, call.arguments, error=said)
         return ToolUse(call.name, call.arguments, said)
-
-    def _outcome(self) -> Outcome:
-        return self._step_outcome
-
-    def observe(self) -> str:
-        """What the server showed at the reset."""
-        return self._told
 
 
 def _list_of(tools: Any) -> list[Any]:

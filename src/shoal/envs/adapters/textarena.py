@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, EnvError, format_error
+from shoal.core.errors import EnvError, format_error
 from shoal.core.seeding import stream
 from shoal.envs.adapters.library import LibraryEnv, library
 from shoal.envs.opponents import MOST_MOVES, Opponent, seat_of
@@ -43,8 +43,7 @@ class TextArenaConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, max_steps=1, num_players=1)
-        if self.seat is not None and not 0 <= self.seat < self.num_players:
-            raise ConfigError(f"seat must be from 0 to {self.num_players - 1}, got {self.seat}")
+        seat_of(self.seat, self.num_players, np.random.default_rng(0))
 
 
 class TextArenaEnv(LibraryEnv[TextArenaConfig]):
