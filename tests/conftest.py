@@ -13,7 +13,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a command takes a thread a core, which would spin on a busy one
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ def one_thread() -> Iterator[None]:
     yield
     if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def prints(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Call a command; what it prints on standard output, or on standard error if it ends with another code than 0."""
+    from shoal.cli.main import main
+
+    def call(*words: object, code: int = 0) -> str:
+        assert main([*map(str, words)]) == code
+        told = capsys.readouterr()
+        return told.out if code == 0 else told.err
+
+    return call
 
 
 @pytest.fixture

@@ -13,13 +13,9 @@ HEAVY = "torch transformers ray jax PIL matplotlib hydra joblib peft numba stabl
 ADAPTERS = ("sb3.py",)  # subclasses of another library's classes, imported by name only
 ROOMS = [
     "shoal",
-    "shoal.core",
-    "shoal.maths",
-    "shoal.envs",
-    "shoal.vector",
-    "shoal.splitting",
-    "shoal.skills",
-    "shoal.rollout",
+    "shoal.splitting.splitters",
+    "shoal.splitting.processors",
+    "shoal.cli.skills",
     "shoal.train.agent.supervised.coach",
     "shoal.cli.main",
 ]

@@ -8,10 +8,9 @@ from shoal.cli.main import main
 from shoal.testing.speed import Speed, measure, measure_backends
 
 
-def test_it_measures_each_way_and_says_which_to_take(capsys, tmp_path):
+def test_it_measures_each_way_and_says_which_to_take(prints, tmp_path):
     arguments = ["CartPole-v1", "--num-envs", "4", "--seconds", "0.05", "--backends", "serial", "thread"]
-    assert main(["bench", *arguments, "--run-dir", str(tmp_path / "run"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(prints("bench", *arguments, "--run-dir", tmp_path / "run", "--json"))
     assert [way["name"] for way in result["ways"]] == [
         "serial",
         "thread",
@@ -24,8 +23,7 @@ def test_it_measures_each_way_and_says_which_to_take(capsys, tmp_path):
     best = max(way["steps_per_second"] for way in result["ways"])
     assert summary["command"] == "bench"
     assert summary["metrics"]["steps_per_second"] == best
-    assert main(["bench", *arguments, "--no-peers"]) == 0
-    out = capsys.readouterr().out
+    out = prints("bench", *arguments, "--no-peers")
     assert "fastest of shoal here: make_vec('CartPole-v1', 4, backend='" in out
     assert "gymnasium" not in out
 
@@ -61,10 +59,9 @@ def test_what_differs_from_a_plain_loop_is_named_and_not_timed():
     assert speeds[1] == Speed("broken", problem="cannot run: TypeError: no such space")
 
 
-def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_where_it_is_fastest(capsys):
+def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_where_it_is_fastest(prints):
     brief = ["--num-envs", "512", "--seconds", "0.2", "--no-peers"]
-    assert main(["bench", "CartPole-v1", *brief, "--backends", "serial", "native"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(prints("bench", "CartPole-v1", *brief, "--backends", "serial", "native").split())
     assert "another implementation" in out
     assert re.search(
         r"native is [\d.]+x the next: make_vec\('CartPole-v1', 512, backend='native'\)",
@@ -74,22 +71,21 @@ def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_wher
         speeds = measure_backends(env, num_envs=2, num_workers=1, seconds=0.01, peers=False)
         assert ("native" in [speed.name for speed in speeds.ways]) == has_one
         assert speeds.loop_steps_per_second > 0
-    assert main(["bench", "MountainCar-v0", *brief, "--backends", "serial", "native", "--json"]) == 0
-    problem = json.loads(capsys.readouterr().out)["ways"][1]["problem"]
+    problem = json.loads(
+        prints("bench", "MountainCar-v0", *brief, "--backends", "serial", "native", "--json")
+    )["ways"][1]["problem"]
     assert "cannot run: ConfigError: backend='native' needs" in problem
 
 
-def test_a_batch_of_its_own_is_not_measured_of_an_env_in_a_wrapper(capsys):
+def test_a_batch_of_its_own_is_not_measured_of_an_env_in_a_wrapper(prints):
     """It has no place for one: it was measured without."""
     short = ["--num-envs", "2", "--num-workers", "1", "--seconds", "0.01", "--no-peers", "--json"]
     wrapper = ["--wrapper", "gymnasium.wrappers:TimeAwareObservation"]
-    assert main(["bench", "CartPole-v1", *wrapper, *short]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(prints("bench", "CartPole-v1", *wrapper, *short))
     assert result["observation_bytes"] == 5 * 8  # with the time, all in float64
     assert "native" not in [way["name"] for way in result["ways"]]
 
 
 @pytest.mark.parametrize("wrong", [["--num-envs", "0"], *(["--seconds", s] for s in ("0", "nan", "inf"))])
-def test_nonsense_is_refused(capsys, wrong):
-    assert main(["bench", "CartPole-v1", *wrong]) == 2
-    assert f"{wrong[0]} must be " in capsys.readouterr().err
+def test_nonsense_is_refused(prints, wrong):
+    assert f"{wrong[0]} must be " in prints("bench", "CartPole-v1", *wrong, code=2)

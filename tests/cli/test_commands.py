@@ -33,12 +33,6 @@ QUICK = [
 ]  # fmt: skip
 
 
-def said(capsys, *words, code=0):
-    assert main([*map(str, words)]) == code
-    out = capsys.readouterr()
-    return out.out if code == 0 else out.err
-
-
 # --- JSON for programs
 TALKATIVE = """
 import os, subprocess, sys
@@ -123,7 +117,6 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
         ("train-ppo --device nonsense", "torch can use cpu"),
         ("train seed=1 --seed 2", "seed is given twice"),
         ("train run_dir=a --run-dir b", "run_dir is given twice"),
-        ("train --config-name demoo", "Did you mean 'demo'"),
         ("train-recorded recordings=x --config-name recordd", 'Did you mean "recorded"'),
         ("show RUN --best --worst", "each choose an episode"),
         ("train --config-name recorded recordings=x --config-dir .", "--config-dir does nothing"),
@@ -141,6 +134,19 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
         ("view --port 0 nosuch", "nosuch is not a folder"),
         ("split RUN --shard-size -1", "--shard-size must be at least 0, got -1"),
         ("envs list all", "shoal envs list does not take 'all'"),
+        ("envs shw", "Did you mean 'show'"),
+        ("envs play sokobn", "Did you mean 'sokoban'"),
+        ("envs show sokoban num_boxs=1", "Did you mean 'num_boxes'"),
+        ("envs play bandit --seed=-1", "--seed must be at least 0, got -1"),
+        ("envs show sokoban num_boxes", "settings must be key=value"),
+        ("envs show sokoban num_boxes=many", "Expected `int`"),
+        ("envs check nowhere:Env", "module:Class"),
+        ("envs serve tests.rollout.tools.vault:Vault --port 0", "acts by tools, which are not served"),
+        ("envs check bandit --episodes 0", "--episodes must be at least 1, got 0"),
+        (
+            "envs check shoal.envs.bandit:Nothing",
+            "was imported and has no Nothing; it has TextEnv, BanditEnv",
+        ),
         (
             "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
             "Expected module:Name of what gymnasium.wrappers",
@@ -179,6 +185,7 @@ def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "sesame")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `envs` adds the working directory
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "run").mkdir()
@@ -203,9 +210,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys):
     assert "--out" in told[-1]
 
 
-def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkeypatch):
+def test_an_environment_is_shown_within_the_width_of_the_terminal(prints, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    text = said(capsys, "envs", "show", "countdown")
+    text = prints("envs", "show", "countdown")
     settings = text[text.index("Settings") : text.index("The first observation")]
     assert max(map(len, settings.splitlines())) <= 60
 
@@ -218,10 +225,10 @@ def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkey
         ("--tracker none --wandb mine", False, None),
     ],
 )  # fmt: skip
-def test_trackers_are_chosen_alike_in_every_training(capsys, monkeypatch, tmp_path, words, boards, project):
+def test_trackers_are_chosen_alike_in_every_training(prints, monkeypatch, tmp_path, words, boards, project):
     from shoal.cli import train_ppo
 
-    trainer = yaml.safe_load(said(capsys, "train", *words.split(), "--cfg"))["trainer"]
+    trainer = yaml.safe_load(prints("train", *words.split(), "--cfg"))["trainer"]
     assert (trainer["tensorboard"], trainer["wandb"]) == (boards, project is not None)
     assert project is None or trainer["wandb_project"] == project
     made = []
@@ -240,9 +247,9 @@ def test_trackers_are_chosen_alike_in_every_training(capsys, monkeypatch, tmp_pa
     "words",
     ["--tracker none --wandb mine", "--use-wandb"],
 )
-def test_trackers_of_skills_are_chosen_by_the_same_flags(words, capsys, tmp_path):
+def test_trackers_of_skills_are_chosen_by_the_same_flags(words, prints, tmp_path):
     call = ["skills", "train", *words.split(), "--dry-run", "--out", tmp_path / "run"]
-    assert "Collect Wood" in said(capsys, *call)
+    assert "Collect Wood" in prints(*call)
 
 
 # --- one writer
@@ -294,10 +301,10 @@ def broken(write, at):
         (["--hidden", "2000000", "2000000"], r".*you tried to allocate \d+ bytes"),  # as torch says it
     ],
 )
-def test_too_little_memory_is_one_line(tmp_path, capsys, much, told):
+def test_too_little_memory_is_one_line(tmp_path, prints, much, told):
     words = ["--total-timesteps", "64", "--backend", "serial", "--run-dir", str(tmp_path / "run")]
-    assert main(["train-ppo", "--preset", "none", *words, *much]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Progress" not in line]
+    told_of = prints("train-ppo", "--preset", "none", *words, *much, code=1)
+    (line,) = [line for line in told_of.splitlines() if "Progress" not in line]
     assert re.match(f"shoal: not enough memory: {told}", line)
 
 
@@ -379,9 +386,10 @@ def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["--iteration", "--seed"])
-def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, capsys, name):
-    assert main(["rollout", name, "1e20", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "must be in [-2**63, 2**64) to name seeds, got 100000000000000000000" in capsys.readouterr().err
+def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, prints, name):
+    assert "must be in [-2**63, 2**64) to name seeds, got 100000000000000000000" in prints(
+        "rollout", name, "1e20", "--run-dir", tmp_path / "run", code=2
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -403,7 +411,7 @@ def test_the_result_of_a_training_for_a_program_is_its_summary(tmp_path, capsys)
     assert "after 2 iterations" in out.err
 
 
-def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys):
+def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys, prints):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for iterations in (1, 2):
         words = [*QUICK[:6], *QUICK[7:], f"trainer.iterations={iterations}", "--seed", "3"]
@@ -412,37 +420,36 @@ def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys):
         assert "there is nothing to do" in told
         assert json.loads(out) == json.loads(before[run / "summary.json"])
     words = [*QUICK, "--seed", "4", "--run-dir", str(run), "--resume"]
-    assert main(["train", *words]) == 2
-    assert "come to its end: seed was 3 and is 4; use another run_dir" in capsys.readouterr().err
+    assert "come to its end: seed was 3 and is 4; use another run_dir" in prints("train", *words, code=2)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_show_has_prompts_and_readable_numbers(run, tmp_path, capsys):
-    text = said(capsys, "show", run, "--prompt")
+def test_show_has_prompts_and_readable_numbers(run, tmp_path, prints):
+    text = prints("show", run, "--prompt")
     assert re.search(r"turn 1  prompt of \d+ tokens", text)
     assert "1 turn\n" in text
     assert "1 turns" not in text
     assert re.search(r"…\s*│\s*\d+ more metrics: --all", text)
-    assert len(said(capsys, "show", run, "--all")) > len(said(capsys, "show", run))
-    assert json.loads(said(capsys, "show", run, "--json"))["command"] == "train"
+    assert len(prints("show", run, "--all")) > len(prints("show", run))
+    assert json.loads(prints("show", run, "--json"))["command"] == "train"
     skills = tmp_path / "skills"
     skills.mkdir()
     chain = {"plan": [{"skill": "Collect Wood"}]}
     metrics = {"chain_success": 0.5, "skill_success": {"Collect Wood": 0.976}, "chain": chain}
     summary = {"command": "skills train", "status": "completed", "metrics": metrics}
     (skills / "summary.json").write_text(json.dumps(summary))
-    shown = said(capsys, "show", skills, "--all")
+    shown = prints("show", skills, "--all")
     assert "skill_success/Collect Wood" in shown
     assert "{" not in shown
     assert "1 entry" in shown
 
 
-def test_runs_are_listed_with_what_they_are_and_how_they_did(run, tmp_path, capsys):
-    listed = json.loads(said(capsys, "runs", run.parent, "--json"))
+def test_runs_are_listed_with_what_they_are_and_how_they_did(run, tmp_path, prints):
+    listed = json.loads(prints("runs", run.parent, "--json"))
     assert [(one["command"], one["status"], one["seed"], one["metric"]) for one in listed] == [
         ("train", "completed", 3, "heldout_success"),
     ]  # fmt: skip
-    text = said(capsys, "runs", run.parent)
+    text = prints("runs", run.parent)
     assert "heldout_success" in text
     assert text.endswith(f"1 run in {run.parent}\n")
     broken_run = tmp_path / "broken"
@@ -450,18 +457,18 @@ def test_runs_are_listed_with_what_they_are_and_how_they_did(run, tmp_path, caps
     (broken_run / "summary.json").write_text("{")
     (broken_run / "metrics.jsonl").write_text('{"iteration": 0}\n')
     lock = FolderLock(broken_run / ".lock")
-    assert json.loads(said(capsys, "runs", tmp_path, "--json"))[0]["status"] == "unfinished"
+    assert json.loads(prints("runs", tmp_path, "--json"))[0]["status"] == "unfinished"
     lock.take()
-    assert json.loads(said(capsys, "runs", tmp_path, "--status", "running", "--json"))[0]["rows"] == 1
+    assert json.loads(prints("runs", tmp_path, "--status", "running", "--json"))[0]["rows"] == 1
     lock.release()
-    assert json.loads(said(capsys, "runs", tmp_path, "--status", "running", "--json")) == []
+    assert json.loads(prints("runs", tmp_path, "--status", "running", "--json")) == []
 
 
-def test_what_eval_plays_can_be_replayed(run, tmp_path, capsys):
+def test_what_eval_plays_can_be_replayed(run, tmp_path, prints):
     out = tmp_path / "played"
-    result = json.loads(said(capsys, "eval", run, "--episodes", "3", "--run-dir", out, "--json"))
+    result = json.loads(prints("eval", run, "--episodes", "3", "--run-dir", out, "--json"))
     assert result["episodes"] == 3
-    assert "the same" in said(capsys, "replay", out, "eval:2")
+    assert "the same" in prints("replay", out, "eval:2")
 
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
@@ -477,33 +484,33 @@ BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
         (BOMB, "at most 20000 values"),
     ],
 )
-def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text, why):
+def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, prints, text, why):
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
     (tmp_path / "config.yaml").write_text(text)
     for words in (["replay", tmp_path], ["show", tmp_path, "--prompt"]):
-        assert why in said(capsys, *words, code=2)
+        assert why in prints(*words, code=2)
 
 
-def test_settings_that_another_version_wrote_are_told_with_their_file(run, tmp_path, capsys):
+def test_settings_that_another_version_wrote_are_told_with_their_file(run, tmp_path, prints):
     shutil.copytree(run, tmp_path / "run")
     with (tmp_path / "run" / "config.yaml").open("a") as file:
         file.write("zebra: 1\n")
     for words in (["eval", tmp_path / "run"], ["replay", tmp_path / "run"]):
-        why = said(capsys, *words, code=2)
+        why = prints(*words, code=2)
         assert (
             f"{tmp_path / 'run' / 'config.yaml'} does not fit this version of shoal: unknown key 'zebra'"
             in why
         )
 
 
-def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, capsys):
+def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, prints):
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
     (tmp_path / "config.yaml").write_text("env: CartPole-v1")
     (tmp_path / "checkpoints" / "step_000000000100").mkdir(parents=True)
-    why = said(capsys, "replay", tmp_path, code=2)
+    why = prints("replay", tmp_path, code=2)
     assert "is no run of agents" in why
     assert "made by shoal train-ppo" in why
-    assert "has no manifest.json: it was never committed" in said(capsys, "eval", tmp_path, code=2)
+    assert "has no manifest.json: it was never committed" in prints("eval", tmp_path, code=2)
 
 
 def test_going_on_without_a_folder_takes_no_run_of_another_name(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: small if path == "/dev/shm" else real(path))
 
 
-def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys):
+def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys, prints):
     found = findings(capsys)
     assert {name: found[name]["status"] for name in ("system", "cores", "ray", "gpu", "shm")} == {
         "system": "ok", "cores": "ok", "ray": "optional", "gpu": "optional", "shm": "warning",
@@ -43,8 +43,7 @@ def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys):
     assert 'pip install ".[parallel]"' in found["ray"]["advice"]
     assert found["[parallel]"]["found"] == "without ray"
     assert f"shoal {shoal.__version__}" in found["system"]["found"]
-    assert main(["doctor"]) == 0
-    assert "shoal works here" in capsys.readouterr().out
+    assert "shoal works here" in prints("doctor")
 
 
 def test_every_extra_has_a_line_with_the_command_that_installs_it(monkeypatch, capsys):
@@ -110,18 +109,15 @@ def test_a_package_that_cannot_be_imported_is_a_finding_among_the_others(monkeyp
     assert {"ray", "[train]"} <= found.keys()
 
 
-def test_states_are_coloured_on_a_terminal_alone(monkeypatch, capsys):
+def test_states_are_coloured_on_a_terminal_alone(monkeypatch, prints):
     monkeypatch.setattr(installation, "LOOKS", {"cores": installation.LOOKS["cores"]})
     monkeypatch.setattr(installation, "_has", lambda module: False)
-    assert main(["doctor"]) == 0
-    plain = capsys.readouterr().out
+    plain = prints("doctor")
     assert "\noptional [train]" in plain
     assert "missing" not in plain
     assert "\x1b" not in plain
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["doctor"]) == 0
-    assert "\x1b[32mok      \x1b[0m cores" in capsys.readouterr().out
+    assert "\x1b[32mok      \x1b[0m cores" in prints("doctor")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == plain
+    assert prints("doctor") == plain

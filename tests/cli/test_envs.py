@@ -5,7 +5,6 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -167,32 +166,6 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
     assert code == 0
     assert "skipped check_text_env" in out
     assert re.search(r"ok      32 episodes of random actions, \d+ steps", out)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("shw",), "Did you mean 'show'"),
-        (("play", "sokobn"), "Did you mean 'sokoban'"),
-        (("show", "sokoban", "num_boxs=1"), "Did you mean 'num_boxes'"),
-        (("play", "bandit", "--seed=-1"), "--seed must be at least 0, got -1"),
-        (("show", "sokoban", "num_boxes"), "settings must be key=value"),
-        (("show", "sokoban", "num_boxes=many"), "Expected `int`"),
-        (("check", "nowhere:Env"), "module:Class"),
-        (("serve", "tests.rollout.tools.vault:Vault", "--port", "0"), "acts by tools, which are not served"),
-        (("check", "bandit", "--episodes", "0"), "--episodes must be at least 1, got 0"),
-        (
-            ("check", "shoal.envs.bandit:Nothing"),
-            "was imported and has no Nothing; it has TextEnv, BanditEnv",
-        ),
-    ],
-)
-def test_mistakes_are_answered_in_one_line(capsys, arguments, message):
-    try:
-        code, _, err = run(capsys, *arguments)
-    finally:
-        sys.path[:] = [entry for entry in sys.path if entry != str(Path.cwd())] + [str(Path.cwd())]
-    assert (code, message in err) == (2, True)
 
 
 def test_arrow_keys_play_in_a_terminal():

@@ -64,13 +64,17 @@ def broken_off(monkeypatch, words, after, error=KeyboardInterrupt):
         return main(words)
 
 
+def contents(folder):
+    """The files of a folder, but for its lock."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: files[name].read_bytes() for name in sorted(files) if name != ".lock"}
+
+
 def left_by(folder):
     """What a command left, but for times."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (".lock", "log.txt", "config.yaml", "metrics.jsonl"):
-            found[name] = path.read_bytes()
+    found = contents(folder)
+    for name in ("log.txt", "config.yaml", "metrics.jsonl"):
+        found.pop(name, None)
     summary = json.loads(found["summary.json"])
     times = ("seconds_rollout", "tokens_per_second", "engine_busy", "rollout_batches")
     metrics = {key: value for key, value in summary["metrics"].items() if key not in times}
@@ -174,13 +178,9 @@ def test_other_episodes_than_those_of_an_unfinished_command_are_refused(
 ):
     words = commands(run, tmp_path)[name]
     assert broken_off(monkeypatch, words, 3) == 130
-    before = {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.name != ".lock" and path.is_file()
-    }
+    before = contents(tmp_path)
     capsys.readouterr()
-    others = [str(run) if word == "RUN" else word for word in others]
-    taken = ("--iteration", "--temperature", "--episodes")
-    if others[0] in taken:
+    if others[0] in ("--iteration", "--episodes"):
         words[words.index(others[0]) + 1] = others[1]
     else:
         words = [*words, *others]
@@ -188,10 +188,7 @@ def test_other_episodes_than_those_of_an_unfinished_command_are_refused(
     told = capsys.readouterr().err
     assert why in told
     assert str(tmp_path) in told
-    after = {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.name != ".lock" and path.is_file()
-    }
-    assert after == before
+    assert contents(tmp_path) == before
 
 
 def test_a_finished_evaluation_is_there_until_another_one_in_its_folder_has_ended(run, tmp_path, monkeypatch):
@@ -217,8 +214,7 @@ def test_a_full_disk_is_told_with_the_way_to_go_on(run, tmp_path, monkeypatch, c
 
 
 def test_a_server_that_was_out_of_order_is_asked_again_for_what_failed(tmp_path, monkeypatch, capsys):
-    server = FakeServer("openai")
-    try:
+    with FakeServer("openai") as server:
         words = ["eval", "openai:", "--base-url", f"{server.url}/v1", "--env", "bandit", "--episodes", "6",
                  "--retries", "0", "--concurrency", "1", "--out", str(tmp_path)]  # fmt: skip
         server.faults = [400, 400]
@@ -228,9 +224,6 @@ def test_a_server_that_was_out_of_order_is_asked_again_for_what_failed(tmp_path,
         assert main(words) == 0
         assert "6 whole, 0 failed" in capsys.readouterr().out
         assert len([path for path, _, _ in server.seen if path == "/v1/chat/completions"]) == 3
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 # --- kill -9

@@ -87,11 +87,10 @@ def test_ray_is_equal_too(tmp_path, monkeypatch):
     assert main(["prove", "--quick", "--ray", *TINY, "--out", str(tmp_path / "run")]) == 0
 
 
-def test_a_first_training_that_fails_is_the_error_and_a_later_one_a_row(tmp_path, monkeypatch, capsys):
+def test_a_first_training_that_fails_is_the_error_and_a_later_one_a_row(tmp_path, monkeypatch, prints):
     broken = {"broken": ("agent_proxy.max_turn=none",)}
     monkeypatch.setattr(prove, "BACKENDS", {**broken, "sequential": prove.BACKENDS["sequential"]})
-    assert main(["prove", "--quick", *TINY, "--out", str(tmp_path / "first")]) == 2
-    assert "max_turn" in capsys.readouterr().err
+    assert "max_turn" in prints("prove", "--quick", *TINY, "--out", tmp_path / "first", code=2)
     assert json.loads((tmp_path / "first" / "summary.json").read_text())["status"] == "failed"
     monkeypatch.setattr(prove, "BACKENDS", {"sequential": prove.BACKENDS["sequential"], **LOUD})
     assert main(["prove", "--quick", *TINY, "--out", str(tmp_path / "second")]) == 1

@@ -96,15 +96,14 @@ def test_a_reference_config_trains(tmp_path):
         ("agent_proxi: {}", "Did you mean 'agent_proxy'"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, text, why):
+def test_a_config_that_cannot_be_read_is_told_in_a_line(tmp_path, prints, text, why):
     (tmp_path / "own.yaml").write_text(text)
-    assert shoal.main(["train", "--config-dir", str(tmp_path), "--config-name", "own", "--cfg"]) == 2
-    told = capsys.readouterr().err
+    told = prints("train", "--config-dir", tmp_path, "--config-name", "own", "--cfg", code=2)
     assert why in told
     assert len(told.splitlines()) == 1
 
 
-def test_an_empty_config_is_all_defaults(tmp_path, capsys):
+def test_an_empty_config_is_all_defaults(tmp_path, prints):
     (tmp_path / "own.yaml").write_text("# nothing yet\n")
-    assert shoal.main(["train", "--config-dir", str(tmp_path), "--config-name", "own", "--cfg"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == json.loads(json.dumps(to_mapping(AgentConfig())))
+    printed = yaml.safe_load(prints("train", "--config-dir", tmp_path, "--config-name", "own", "--cfg"))
+    assert printed == json.loads(json.dumps(to_mapping(AgentConfig())))

@@ -69,7 +69,7 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
     assert played == 2 * 4 + 3 * 2
 
 
-def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys):
+def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys, prints):
     small = [item for item in SMALL if "own_lake" not in item and "warmup" not in item]
     whose = "+custom_envs.FrozenLakeEnv.prompt"
     asked = [f"{whose}.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")]
@@ -84,8 +84,7 @@ def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(
     assert sum(turn.action_is_valid for turn in turns) > 0.9 * len(turns), "the warm-up wrote one token too"
     for said in ([], ["--sampler", "recorded"], ["--turn", "1", "--action", "Up"]):
         capsys.readouterr()
-        assert main(["replay", str(tmp_path / "run"), "train-000002:0", *said]) == 0
-        told = capsys.readouterr().out
+        told = prints("replay", tmp_path / "run", "train-000002:0", *said)
         assert "the same" in told or said[-1:] == ["Up"]
     with Replay(tmp_path / "run") as replay:
         found = find_episode(tmp_path / "run", "train-000002:0")
@@ -93,9 +92,8 @@ def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(
         assert forked.turns[0] == found.trajectory.turns[0], "what is before the fork is the record"
 
 
-def test_the_command_says_that_it_is_the_same(trained, capsys):
-    assert main(["replay", str(trained), "train-000002:3"]) == 0
-    said = capsys.readouterr().out
+def test_the_command_says_that_it_is_the_same(trained, capsys, prints):
+    said = prints("replay", trained, "train-000002:3")
     assert "train-000002:3: FrozenLakeEnv, iteration 1, group" in said
     assert "sampled again with checkpoints/step-000001" in said
     assert "the same: 5 turns" in said
@@ -171,7 +169,7 @@ def test_other_weights_are_found_at_the_first_token(trained, tmp_path, capsys):
     assert main(["replay", str(trained), "--diff", str(trained)]) == 0
 
 
-def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys):
+def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys, prints):
     assert (
         main(["replay", str(trained), "heldout-000002:0", "--turn", "2", "--action", "Left", "--json"]) == 0
     )
@@ -186,47 +184,46 @@ def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys):
     assert forked.turns[1].action == "Left"
     assert exchanges(forked)[1].prompt_ids == exchanges(found.trajectory)[1].prompt_ids
     assert len(forked.turns) > 2
-    assert main(["replay", str(trained), "heldout-000002:0", "--action", "Sideways"]) == 2
-    assert "is no action of FrozenLakeEnv; there are: Left, Down, Right, Up" in capsys.readouterr().err
+    assert "is no action of FrozenLakeEnv; there are: Left, Down, Right, Up" in prints(
+        "replay", trained, "heldout-000002:0", "--action", "Sideways", code=2
+    )
 
 
-def test_a_fork_without_weights_says_what_is_needed(trained, tmp_path, capsys):
-    assert main(["replay", str(trained), "train-000001:0", "--action", "Left"]) == 2
-    assert "pass --sampler with a run" in capsys.readouterr().err
+def test_a_fork_without_weights_says_what_is_needed(trained, tmp_path, capsys, prints):
+    assert "pass --sampler with a run" in prints(
+        "replay", trained, "train-000001:0", "--action", "Left", code=2
+    )
     assert (
         main(["replay", str(trained), "train-000001:0", "--action", "Left", "--sampler", str(trained)]) == 0
     )
     assert "forked at turn 1" in capsys.readouterr().out
 
 
-def test_pdb_stops_in_the_envs_own_code_at_the_turn(trained, monkeypatch, capsys):
+def test_pdb_stops_in_the_envs_own_code_at_the_turn(trained, monkeypatch, prints):
     monkeypatch.setattr(sys, "stdin", io.StringIO("p self._steps\nw\nc\n"))
-    assert main(["replay", str(trained), "train-000002:0", "--turn", "3", "--pdb"]) == 0
-    said = capsys.readouterr().out
+    said = prints("replay", trained, "train-000002:0", "--turn", "3", "--pdb")
     assert "own_lake.py" in said
     assert "_advance" in said
     assert "(Pdb) 2\n" in said  # two steps were made before the third turn
     assert "the same: 5 turns" in said
     monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
-    assert main(["replay", str(trained), "train-000002:0", "--pdb"]) == 0
-    assert "left the debugger" in capsys.readouterr().out
+    assert "left the debugger" in prints("replay", trained, "train-000002:0", "--pdb")
 
 
-def test_a_server_s_run_is_replayed_and_compared(trained, tmp_path, capsys, monkeypatch):
+def test_a_server_s_run_is_replayed_and_compared(trained, tmp_path, capsys, prints, monkeypatch):
     from tests.rollout.doubles import FakeServer
 
-    server = FakeServer("openai")
-    server.say = lambda said: "<action>Down</action>"
     run = tmp_path / "run"
-    named = ["engine.name=openai", f"engine.server.url={server.url}", "agent_proxy.parallel_n_jobs=2"]
-    small = ["es_manager.train.env_groups=2", "es_manager.train.group_size=2"]
-    try:
+    small = [
+        "es_manager.train.env_groups=2",
+        "es_manager.train.group_size=2",
+        "agent_proxy.parallel_n_jobs=2",
+    ]
+    with FakeServer("openai") as server:  # which is gone after that: replaying does not need it
+        server.say = lambda said: "<action>Down</action>"
+        named = ["engine.name=openai", f"engine.server.url={server.url}"]
         assert main(["rollout", *small, *named, f"run_dir={run}"]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()  # the server is gone: replaying does not need it
-    assert main(["replay", str(run), "rollout:3"]) == 0
-    said = capsys.readouterr().out
+    said = prints("replay", run, "rollout:3")
     assert "the recorded tokens are replayed" in said
     assert "the same" in said
     file = run / "trajectories" / "rollout.jsonl"
@@ -265,19 +262,15 @@ def asked_by_tokens(tmp_path_factory):
     base = tmp_path_factory.mktemp("asked")
     folder, run = base / "tokenizer", base / "run"
     fast_tokenizer().save_pretrained(folder)
-    server = FakeServer("vllm")
-    server.change = served = Served(load_tokenizer(str(folder)))
     words = [
-        "engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tokenizer={folder}",
+        "engine.name=openai", f"engine.server.tokenizer={folder}",
         "agent_proxy.max_turn=4", "agent_proxy.max_tokens=40", "agent_proxy.parallel_n_jobs=2",
         "es_manager.train.env_groups=2", "es_manager.train.group_size=2", f"run_dir={run}",
         "custom_envs.FrozenLakeEnv.env_config.size=6",
     ]  # fmt: skip
-    try:
-        assert main(["rollout", *words]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
+    with FakeServer("vllm") as server:
+        server.change = served = Served(load_tokenizer(str(folder)))
+        assert main(["rollout", *words, f"engine.server.url={server.url}"]) == 0
     return run, served
 
 
@@ -287,7 +280,7 @@ def from_vllm(asked_by_tokens, tmp_path):
     return shutil.copytree(asked_by_tokens[0], tmp_path / "run"), asked_by_tokens[1]
 
 
-def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm, capsys):
+def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm, prints):
     run, served = from_vllm
     file = run / "trajectories" / "rollout.jsonl"
     records = list(read_trajectories(file))
@@ -296,8 +289,7 @@ def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm
     assert all(turn.response_ids[-1] == served.tokenizer.end_ids[0] for turn in written)
     assert len({turn.action for turn in written}) > 1
     for number, record in enumerate(records):
-        assert main(["replay", str(run), f"rollout:{number}", "--turn", "1", "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
+        said = json.loads(prints("replay", run, f"rollout:{number}", "--turn", "1", "--json"))
         assert (said["equal"], said["turns"]) == (True, len(record.turns))
     with Replay(run) as replay:
         again = replay.play(find_episode(run, "rollout:2"))
@@ -329,7 +321,7 @@ def test_a_record_of_a_server_that_says_otherwise_than_its_tokens_is_found(from_
 
 
 def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
-    from_vllm, trained, tmp_path, capsys
+    from_vllm, trained, tmp_path, prints
 ):
     """An engine in process records what the server does: its tokens, under the tokenizer of its model's folder."""
     served, written = from_vllm
@@ -338,8 +330,7 @@ def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
     (served / "config.yaml").write_text(
         config.replace("name: openai", "name: vllm").replace("model: null", f"model: {folder}", 1)
     )
-    assert main(["replay", str(served), "rollout:0"]) == 0
-    said = capsys.readouterr().out
+    said = prints("replay", served, "rollout:0")
     assert "the recorded tokens are replayed" in said
     assert "the same" in said
     assert written.asked
@@ -348,15 +339,15 @@ def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
     config = (run / "config.yaml").read_text()
     assert "name: tiny" in config
     (run / "config.yaml").write_text(config.replace("name: tiny", "name: vllm"))
-    assert main(["replay", str(run), "train-000002:0"]) == 0
-    assert "the recorded tokens are replayed: vLLM wrote them" in capsys.readouterr().out
-    assert main(["replay", str(run), "train-000002:0", "--sampler", "checkpoint"]) == 0
-    assert "sampled again with checkpoints/step-000001" in capsys.readouterr().out
+    assert "the recorded tokens are replayed: vLLM wrote them" in prints("replay", run, "train-000002:0")
+    assert "sampled again with checkpoints/step-000001" in prints(
+        "replay", run, "train-000002:0", "--sampler", "checkpoint"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_path, capsys):
+def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_path, prints):
     on_ray = [
         "agent_proxy.use_parallel_rollout=true",
         "agent_proxy.parallel.backend=ray",
@@ -364,8 +355,7 @@ def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_pat
     ]
     words = [word for word in SMALL if "own_lake" not in word]
     assert main(["train", *words, *on_ray, f"run_dir={tmp_path / 'run'}"]) == 0
-    assert main(["replay", str(tmp_path / "run"), "train-000002:1"]) == 0
-    assert "sampled again" in capsys.readouterr().out
+    assert "sampled again" in prints("replay", tmp_path / "run", "train-000002:1")
 
 
 @pytest.mark.parametrize(
@@ -382,6 +372,5 @@ def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_pat
         (["RUN", "--diff", "nosuch"], "no file of episodes is in both runs"),
     ],
 )
-def test_what_cannot_be_replayed_is_told_in_a_line(trained, capsys, words, why):
-    assert main(["replay", *[str(trained) if word == "RUN" else word for word in words]]) == 2
-    assert why in capsys.readouterr().err
+def test_what_cannot_be_replayed_is_told_in_a_line(trained, prints, words, why):
+    assert why in prints("replay", *[trained if word == "RUN" else word for word in words], code=2)

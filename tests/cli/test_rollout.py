@@ -16,7 +16,7 @@ SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agen
 TINY = [*SMALL, "engine.width=16", "engine.layers=1", "engine.heads=2"]
 
 
-def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
+def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, prints):
     run = tmp_path / "run"
     assert main(["rollout", *TINY, f"run_dir={run}", "--iteration", "3"]) == 0
     summary = json.loads((run / "summary.json").read_text())
@@ -24,8 +24,7 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
     assert summary["metrics"]["episodes"] == 6
     assert summary["metrics"]["rollout_workers"] == 2
     capsys.readouterr()
-    assert main(["replay", str(run), "rollout:4"]) == 0
-    assert "the same: " in capsys.readouterr().out
+    assert "the same: " in prints("replay", run, "rollout:4")
     seen = []
     config = compose_config("base-parallel", [*TINY, f"run_dir={tmp_path / 'python'}"])
     found = record_rollout(config, iteration=3, progress=lambda *counts: seen.append(counts))
@@ -50,12 +49,11 @@ def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path):
     assert main(["replay", str(run), "rollout:0"]) == 0
 
 
-def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeypatch, capsys):
+def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeypatch, prints):
     """As those of `shoal train`: the metrics of one are not added to those of another."""
     monkeypatch.chdir(tmp_path)
     for iteration in ("0", "3"):
-        assert main(["rollout", *TINY, "--iteration", iteration]) == 0
-        assert capsys.readouterr().out.count("episodes: runs/rollout") == 1
+        assert prints("rollout", *TINY, "--iteration", iteration).count("episodes: runs/rollout") == 1
     rows = [
         [
             json.loads(line)["iteration"]
@@ -64,13 +62,11 @@ def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeyp
         for name in ("rollout", "rollout-2")
     ]
     assert rows == [[0], [3]]
-    assert main(["rollout", *TINY, "run_dir=runs/rollout"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "holds a run already" in prints("rollout", *TINY, "run_dir=runs/rollout", code=2)
 
 
-def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_nothing(tmp_path, capsys):
-    assert main(["rollout", "--compare", *TINY, f"run_dir={tmp_path / 'run'}"]) == 0
-    said = capsys.readouterr().out
+def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_nothing(tmp_path, prints):
+    said = prints("rollout", "--compare", *TINY, f"run_dir={tmp_path / 'run'}")
     rows = {line.strip().split("  ")[0]: line for line in said.splitlines() if "bit-equal" in line}
     assert list(rows) == ["sequential", "parallel", "a worker killed"]
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
@@ -142,25 +138,22 @@ def test_a_comparison_that_was_broken_off_begins_anew_and_one_of_no_whole_episod
     assert "none of 6 episodes came to an end; the first: env_error: step(" in capsys.readouterr().err
 
 
-def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, capsys, monkeypatch):
-    server = FakeServer("openai")
-    server.say = lambda said: "<action>Down</action>"
+def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, prints, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sesame")
     run = tmp_path / "run"
-    named = ["engine.name=openai", f"engine.server.url={server.url}", "engine.server.api_key_env=MY_KEY"]
     plain = ["agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
-    try:
+    with FakeServer("openai") as server:
+        server.say = lambda said: "<action>Down</action>"
+        named = ["engine.name=openai", f"engine.server.url={server.url}", "engine.server.api_key_env=MY_KEY"]
         assert main(["rollout", *SMALL, *named, *plain, f"run_dir={run}"]) == 0
         played = list(read_trajectories(run / "trajectories" / "rollout.jsonl"))
         assert {t.status for t in played} == {"ok"}
         assert all(turn.response == "<action>Down</action>" for t in played for turn in t.turns)
         assert main(["replay", str(run), "rollout:0"]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
     assert all("sesame" not in file.read_text() for file in run.rglob("*") if file.is_file())
-    assert main(["train", *named, f"run_dir={tmp_path / 'train'}"]) == 2
-    assert "engine.model must be a model folder" in capsys.readouterr().err
+    assert "engine.model must be a model folder" in prints(
+        "train", *named, f"run_dir={tmp_path / 'train'}", code=2
+    )
 
 
 def test_a_rollout_in_which_every_episode_failed_is_saved_and_told_as_a_failure(

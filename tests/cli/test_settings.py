@@ -103,28 +103,29 @@ def test_a_page_of_settings_or_options_is_what_the_source_says(name, among):
         assert f"| `{setting}` |" in stands
 
 
-def test_a_value_in_the_quotes_that_the_message_shows_is_read(capsys):
+def test_a_value_in_the_quotes_that_the_message_shows_is_read(capsys, prints):
     turn = "a {action}, \"b\" 'c' [d]"
-    assert main(["train", f"agent_proxy.prompt.turn={turn}", "--cfg"]) == 2
-    [word] = shlex.split(capsys.readouterr().err.partition("of the shell: ")[2])
+    [word] = shlex.split(
+        prints("train", f"agent_proxy.prompt.turn={turn}", "--cfg", code=2).partition("of the shell: ")[2]
+    )
     assert yaml.safe_load(printed(capsys, word))["agent_proxy"]["prompt"]["turn"] == turn
 
 
 def test_a_config_in_the_working_directory_is_found_by_the_words_that_the_message_shows(
-    capsys, tmp_path, monkeypatch
+    capsys, prints, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     Path("key.yaml").write_text("defaults: [base, _self_]\nseed: 5\n")
-    assert main(["train", "--config-name", "key", "--cfg"]) == 2
-    words = re.search(r"--config-dir \S+ --config-name key", capsys.readouterr().err)[0].split()
+    words = re.search(
+        r"--config-dir \S+ --config-name key", prints("train", "--config-name", "key", "--cfg", code=2)
+    )[0].split()
     assert yaml.safe_load(printed(capsys, *words))["seed"] == 5
 
 
 @pytest.mark.parametrize("command", [["train"], ["train-ppo", "--total-timesteps", "64"]])
-def test_a_folder_with_other_files_is_no_place_for_a_run(command, capsys, tmp_path):
+def test_a_folder_with_other_files_is_no_place_for_a_run(command, prints, tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    assert main([*command, "--run-dir", str(tmp_path)]) == 2
-    assert "holds other files (thesis.tex) and no run" in capsys.readouterr().err
+    assert "holds other files (thesis.tex) and no run" in prints(*command, "--run-dir", tmp_path, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.tex"]
 
 

@@ -67,11 +67,10 @@ def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys)
     assert len(Batch.load(lines[0]["path"])["uid"]) == 6
 
 
-def test_a_bad_trajectory_stops_the_command_or_is_named(folders, chats, tmp_path, capsys):
+def test_a_bad_trajectory_stops_the_command_or_is_named(folders, chats, tmp_path, capsys, prints):
     base, _ = folders
     chatty = ["split", chats, "--processor", str(base / "processor"), "--out"]
-    assert main([*chatty, str(tmp_path / "a")]) == 2
-    assert "trajectory 'bad'" in capsys.readouterr().err
+    assert "trajectory 'bad'" in prints(*chatty, tmp_path / "a", code=2)
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
     assert main([*chatty, str(tmp_path / "b"), "--on-error", "skip"]) == 0
     assert json.loads((tmp_path / "b" / "summary.json").read_text())["metrics"]["skipped_ids"] == ["bad"]
@@ -87,7 +86,6 @@ def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
         ["--processor", str(tmp_path)],
         ["--rewards", str(tmp_path / "no.json")],
         ["--reader", "nosuch"],
-        ["--splitter", "window", "--window-size", "2", "--stride-size", "3"],
         ["--num-cpus", "0"],
         ["--resume"],
     ):
@@ -98,7 +96,7 @@ def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
 
 
 def test_a_batch_is_not_written_over_and_runs_without_a_name_are_numbered(
-    folders, tmp_path, capsys, monkeypatch
+    folders, tmp_path, capsys, prints, monkeypatch
 ):
     base, _ = folders
     monkeypatch.chdir(tmp_path)
@@ -109,8 +107,9 @@ def test_a_batch_is_not_written_over_and_runs_without_a_name_are_numbered(
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     capsys.readouterr()
     for more in ([], ["--shard-size", "1"], ["--shard-size", "1", "--resume"]):
-        assert main([*again, *more, "--out", "runs/split"]) == 2
-        assert "runs/split/batch exists: choose another --out, or remove it" in capsys.readouterr().err
+        assert "runs/split/batch exists: choose another --out, or remove it" in prints(
+            *again, *more, "--out", "runs/split", code=2
+        )
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -136,15 +135,14 @@ def test_shards_without_a_name_are_resumed_in_the_newest_folder(folders, tmp_pat
 
 
 def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(
-    folders, chats, tmp_path, capsys
+    folders, chats, tmp_path, capsys, prints
 ):
     base, _ = folders
     chatty = ["split", chats, "--processor", str(base / "processor")]
     chatty += ["--out", str(tmp_path / "run"), "--shard-size", "1"]
     assert main(chatty) == 2
     assert "trajectory 'bad'" in capsys.readouterr().err
-    assert main([*chatty, "--resume", "--on-error", "skip"]) == 0
-    out = capsys.readouterr().out
+    out = prints(*chatty, "--resume", "--on-error", "skip")
     assert "skipped trajectory 'bad'" in out
     assert "2 (1 written now)" in out
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
@@ -165,14 +163,11 @@ def test_rewards_of_a_spreadsheet_begin_with_its_mark_and_are_one_each(folders, 
 def test_a_stride_that_would_skip_turns_is_refused_and_the_default_fits_any_window(folders, tmp_path, capsys):
     base, _ = folders
     windows = ("--splitter", "window", "--window-size", "2")
-    assert main(command(base, tmp_path / "run", *windows, "--stride-size", "3")) == 2
-    assert "stride_size must be in [1, window_size=2]" in capsys.readouterr().err
-    for stride in ("5", "0"):
+    for stride in ("3", "0"):
         assert main(command(base, tmp_path / "run", *windows, "--stride-size", stride)) == 2
-        assert (
-            f"stride_size must be in [1, window_size=2] so no turn is skipped, got {stride}"
-            in capsys.readouterr().err
-        )
+        why = f"stride_size must be in [1, window_size=2] so no turn is skipped, got {stride}"
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
     assert main(command(base, tmp_path / "run", *windows)) == 0
 
 
@@ -204,33 +199,6 @@ def pictures(page):
 
 def red(picture):
     return np.argwhere((picture[..., 0] - picture[..., 1] > 60) & (picture[..., 0] > 150))
-
-
-def test_the_point_of_an_answer_is_drawn_on_its_screen(folders, tmp_path):
-    """On a grey screen of 400 x 200 the ring around (100, 50) is the only thing that is red."""
-    base, _ = folders
-    Image.new("RGB", (400, 200), (128, 128, 128)).save(tmp_path / "screen.png")
-    there = ("click(point='<|box_start|>(100,50)<|box_end|>')", "pyautogui.click(x=0.25, y=0.25)")
-    nowhere = (
-        "I wait.",
-        "click(402,50)",
-        "click(100,202)",
-    )  # beside the screen, so near that a ring would show
-    chats = [
-        [
-            {"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
-            {"role": "assistant", "content": said},
-        ]
-        for said in (*there, *nowhere)
-    ]
-    (tmp_path / "chats.json").write_text(json.dumps(chats))
-    words = ["split", str(tmp_path / "chats.json"), "--processor", str(base / "processor"), "--html"]
-    assert main([*words, "--out", str(tmp_path / "run")]) == 0
-    shown = [picture for [picture] in pictures((tmp_path / "run" / "samples.html").read_text())]
-    for picture in shown[:2]:
-        middle = (red(picture).min(0) + red(picture).max(0)) / 2
-        assert np.abs(middle - [0.25 * picture.shape[0], 0.25 * picture.shape[1]]).max() < 2.5
-    assert [len(red(picture)) for picture in shown[2:]] == [0, 0, 0]
 
 
 def test_no_point_is_drawn_on_the_screen_of_another_answer_where_truncation_removed_one(folders, tmp_path):

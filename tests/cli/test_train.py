@@ -19,7 +19,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, monkeypatch, capsys, prints):
     def interrupted(rows, *_):
         next(rows)
         next(rows)
@@ -31,8 +31,7 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
         assert shoal.main(["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={folder}"]) == 130
     assert read_summary(folder)["status"] == "interrupted"
     printed = capsys.readouterr().out
-    assert shoal.main(["show", str(folder)]) == 0
-    told = capsys.readouterr().out
+    told = prints("show", folder)
     for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iteration *│ 1 "):
         assert re.search(row, told)
     shown = told.split("go on with:\n")[1].splitlines()[0]
@@ -75,7 +74,7 @@ def test_the_lines_of_a_run_say_which_share_of_its_episodes_was_truncated(tmp_pa
         ]
 
 
-def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, monkeypatch, capsys, prints):
     def interrupted(rows, *_):
         for row in rows:
             if row["steps"] >= 128:
@@ -88,8 +87,7 @@ def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, mon
         patch.setattr(train_ppo, "_watch", interrupted)
         assert shoal.main(["train-ppo", "--total-timesteps", "4096", *words]) == 130
     printed = capsys.readouterr().out
-    assert shoal.main(["show", str(folder)]) == 0
-    shown = capsys.readouterr().out.split("go on with:\n")[1].splitlines()[0]
+    shown = prints("show", folder).split("go on with:\n")[1].splitlines()[0]
     assert printed.endswith(f"interrupted; go on with:\n{shown}\n")
     again = shlex.split(shown)[1:]
     assert shoal.main([*again, "--total-timesteps", "256"]) == 0
@@ -111,13 +109,12 @@ def test_a_run_that_an_error_ends_is_told_as_failed_and_goes_on(tmp_path, monkey
     assert read_summary(tmp_path / "run")["metrics"]["iterations"] == 2
 
 
-def test_a_run_that_was_done_and_lost_its_metrics_says_what_is_left_of_it(tmp_path, capsys):
+def test_a_run_that_was_done_and_lost_its_metrics_says_what_is_left_of_it(tmp_path, prints):
     command = ["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).unlink()
-    assert shoal.main([*command, "resume=true"]) == 0
-    assert "held-out success unknown after 2 iterations" in capsys.readouterr().out
+    assert "held-out success unknown after 2 iterations" in prints(*command, "resume=true")
 
 
 DEAD = [
@@ -155,15 +152,14 @@ class EveryMoveWins(FrozenLakeEnv):
         return Outcome(1.0, terminated=True, success=True)
 
 
-def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_and_why(tmp_path, capsys):
+def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_and_why(tmp_path, prints):
     won = [
         "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:EveryMoveWins", "warmup.steps=60",
         "warmup.learning_rate=0.006",
     ]  # fmt: skip
 
     ends = ["trainer.stop_at_success=0.5", f"run_dir={tmp_path / 'run'}"]
-    assert shoal.main(["train", "--config-name", "demo", *DEAD, *won, *ends]) == 0
-    early = capsys.readouterr().out
+    early = prints("train", "--config-name", "demo", *DEAD, *won, *ends)
     assert "after 0 iterations" in early
     assert "(ended early by trainer.stop_at_success=0.5)" in early
 
@@ -180,15 +176,14 @@ def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own
     )
 
 
-def test_a_resumed_run_says_where_it_goes_on_and_shows_no_row_twice(tmp_path, capsys):
+def test_a_resumed_run_says_where_it_goes_on_and_shows_no_row_twice(tmp_path, capsys, prints):
     command = ["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0
     before = read_summary(tmp_path / "run")
     first = [line for line in capsys.readouterr().out.splitlines() if "/2 " in line]
     assert len(first) == 3
     assert "lr 0.002" in first[-1]
-    assert shoal.main([*command, "trainer.iterations=3", "resume=true"]) == 0
-    said = capsys.readouterr().out
+    said = prints(*command, "trainer.iterations=3", "resume=true")
     assert f"resumed at 2 of 3 (held-out {before['metrics']['heldout_success']:.2f})" in said.splitlines()
     assert [line.split("/")[0].strip() for line in said.splitlines() if "/3 " in line] == ["3"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -210,12 +205,11 @@ class BrokenOnSomeSeeds(FrozenLakeEnv):
         return super().step(action)
 
 
-def test_failed_episodes_are_counted_in_the_line_of_their_iteration_and_at_the_end(tmp_path, capsys):
+def test_failed_episodes_are_counted_in_the_line_of_their_iteration_and_at_the_end(tmp_path, prints):
     broken = "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:BrokenOnSomeSeeds"
     sizes = ["es_manager.train.env_groups=6", "es_manager.val.env_groups=6", "trainer.iterations=2"]
     more = [*sizes, broken, "warmup.steps=0", "trainer.check_envs=false", f"run_dir={tmp_path / 'run'}"]
-    assert shoal.main(["train", "--config-name", "demo", *DEAD, *more]) == 0
-    said = capsys.readouterr().out
+    said = prints("train", "--config-name", "demo", *DEAD, *more)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     assert sum(row["failed_episodes"] for row in rows) > 0
     for row, line in zip(rows, [line for line in said.splitlines() if "/2 " in line][1:], strict=True):
@@ -246,7 +240,7 @@ class Coin(TextEnv):
 '''
 
 
-def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatch, capsys):
+def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatch, prints):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "coin_of_a_test.py").write_text(OWN_ENV)
@@ -261,8 +255,7 @@ def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatc
         "trainer.tensorboard=false",
         f"run_dir={tmp_path / 'run'}",
     ]
-    assert shoal.main(["train", "--config-dir", str(folder), "--config-name", "coin", *small]) == 0
-    assert "held-out success" in capsys.readouterr().out
+    assert "held-out success" in prints("train", "--config-dir", folder, "--config-name", "coin", *small)
     model = str(tmp_path / "model")
     assert shoal.main(["export", str(tmp_path / "run"), model, "--to", "shoal"]) == 0
     # from any folder, in a process of its own
@@ -271,11 +264,11 @@ def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatc
     assert ran.returncode == 0, ran.stderr
 
 
-def test_what_a_config_advises_next_is_not_told_of_one_that_builds_on_it(tmp_path, capsys):
+def test_what_a_config_advises_next_is_not_told_of_one_that_builds_on_it(tmp_path, prints):
     (tmp_path / "mine.yaml").write_text("defaults: [demo-bandit, _self_]\n")
     words = ["train", "--config-dir", str(tmp_path), "--config-name", "mine", *QUICK]
-    assert shoal.main([*words, f"run_dir={tmp_path}/run", "trainer.iterations=1"]) == 0
-    assert "try next" not in capsys.readouterr().out
+    assert "try next" not in prints(*words, f"run_dir={tmp_path}/run", "trainer.iterations=1")
     (tmp_path / "mine.yaml").write_text("defaults: [demo-bandit, _self_]\nnext_step: shoal doctor\n")
-    assert shoal.main([*words, f"run_dir={tmp_path}/again", "trainer.iterations=1"]) == 0
-    assert "try next:\n  shoal doctor\n" in capsys.readouterr().out
+    assert "try next:\n  shoal doctor\n" in prints(
+        *words, f"run_dir={tmp_path}/again", "trainer.iterations=1"
+    )

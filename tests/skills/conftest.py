@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
+from shoal.skills.graph.launchers import TmuxLauncher, server_of
 from shoal.skills.graph.process import NotLearnedError, write_failure
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
+from shoal.skills.spec import Skill, parse_skill
 from shoal.skills.worlds.crafting import CraftingWorld
 
 QUICK = TrainingConfig(
@@ -36,6 +39,25 @@ QUICK = TrainingConfig(
 def some_net(*names: str | int, hidden: int = 8) -> Network:
     shape = Shape(CraftingWorld.obs_size, hidden, CraftingWorld.n_actions)
     return Network.initial(shape, stream(0, *names))
+
+
+def skill(
+    name: str, gain: str, uses: dict[str, int] | None = None, holds: dict[str, int] | None = None, amount: int = 1,
+    **more: Any,
+) -> Skill:  # fmt: skip
+    """A skill that gains so much of a feature, uses others up, and holds more of them."""
+    uses = uses or {}
+    said = {"consumption": uses, "requirements": {**uses, **(holds or {})}, **more}
+    return parse_skill({"name": name, "gain": {gain: amount}, "done": {"feature": gain}, **said})
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 150) -> Any:
+    """What `condition` gives once it is true."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
+    return found
 
 
 class ScriptedLauncher:
@@ -117,6 +139,22 @@ def rng() -> np.random.Generator:
     return stream(0, "test")
 
 
+@pytest.fixture
+def tmux() -> Iterator[Callable[[Path], TmuxLauncher]]:
+    """The launcher in tmux of a folder; its server ends with the test."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    made = []
+
+    def of(folder: Path) -> TmuxLauncher:
+        made.append(TmuxLauncher(server_of(folder)))
+        return made[-1]
+
+    yield of
+    for launcher in made:
+        launcher._tmux("kill-server", check=False)
+
+
 STANDS_STILL = """
 import os, pathlib, signal
 replace, stood = os.replace, pathlib.Path(__file__).with_name("stood")
@@ -147,7 +185,7 @@ def stand_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 @pytest.fixture
 def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
-    """End what a failed test left running, and say so."""
+    """Fail if processes are still running, and end them."""
     yield
 
     def there() -> list[int]:
@@ -155,12 +193,11 @@ def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
         pids = [int(entry.parent.name) for entry in entries if _mentions(entry, str(tmp_path))]
         return [pid for pid in pids if pid != os.getpid()]
 
-    until = time.monotonic() + 60  # what was killed takes a moment to be gone
-    while (left := there()) and time.monotonic() < until:
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes {left} were still running"
+    try:
+        wait_for(lambda: not there(), 60)  # what was killed takes a moment to be gone
+    finally:
+        for pid in there():
+            os.kill(pid, signal.SIGKILL)
 
 
 def _mentions(entry: Path, text: str) -> bool:

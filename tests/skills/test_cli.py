@@ -65,11 +65,10 @@ def test_a_run_leaves_a_summary_pictures_state_and_config(trained: Path) -> None
 
 @pytest.mark.slow
 def test_a_folder_in_use_is_only_continued_when_asked(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str], prints
 ) -> None:
     again = ["train", "--max_nodes", "2", "--graph-path", str(trained), *QUICK]
-    assert skills(*again) == 2
-    assert "pass --resume" in capsys.readouterr().err
+    assert "pass --resume" in prints("skills", *again, code=2)
     assert skills(*again, "--resume") in (0, 1)  # a table may not be learned from so poor a wood expert
     told = capsys.readouterr().out
     assert "Place Table: running" in told
@@ -79,19 +78,20 @@ def test_a_folder_in_use_is_only_continued_when_asked(
 
 
 def test_a_run_that_an_error_ends_says_so_in_its_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints
 ) -> None:
     def fail(self: SkillScheduler, *arguments: object) -> bool:
         raise OSError(errno.ENOSPC, "database or disk is full", "state.db")
 
     monkeypatch.setattr(SkillScheduler, "run", fail)
-    assert skills("train", "--graph-path", str(tmp_path), *QUICK) == 1
-    assert "database or disk is full (state.db); what was saved before is whole" in capsys.readouterr().err
+    assert "database or disk is full (state.db); what was saved before is whole" in prints(
+        "skills", "train", "--graph-path", tmp_path, *QUICK, code=1
+    )
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_status_history_eval_and_rollback_tell_of_the_run(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ["--graph-path", str(trained)]
     monkeypatch.setenv("COLUMNS", "30")  # of the terminal, which does not break lines in a pipe
@@ -106,39 +106,30 @@ def test_status_history_eval_and_rollback_tell_of_the_run(
         assert skills("status", *at) == 0
         store._db.execute("update attempt set outcome = 'merged'")
     assert "watch Collect Wood: tmux -L shoal-x attach -t '=s_1'" in capsys.readouterr().out
-    assert skills("status", "--json", *at) == 0
-    assert json.loads(capsys.readouterr().out)["skills"]["Collect_Wood"]["expert_idx"] == 0
-    assert skills("history", "Collect Wood", *at) == 0
-    assert "-> " in capsys.readouterr().out
-    assert skills("eval", "--episodes", "16", *at) == 0
-    assert "whole chain, 16 unseen worlds" in capsys.readouterr().out
+    assert json.loads(prints("skills", "status", "--json", *at))["skills"]["Collect_Wood"]["expert_idx"] == 0
+    assert "-> " in prints("skills", "history", "Collect Wood", *at)
+    assert "whole chain, 16 unseen worlds" in prints("skills", "eval", "--episodes", "16", *at)
     assert (trained / "evaluations" / "seed-12345" / "summary.json").exists()
     before = sorted(trained.rglob("*"))
     assert skills("eval", "--episodes", "0", *at) == 2
     assert sorted(trained.rglob("*")) == before
-    assert skills("rollback", "0", "1", *at) == 0
-    assert "version 1 is the head of expert 0 already" in capsys.readouterr().out
+    assert "version 1 is the head of expert 0 already" in prints("skills", "rollback", "0", "1", *at)
     for words, told in (
         (("rollback", "0", "7"), "there is no version 7 of any expert: name one that shoal skills history"),
         (("rollback", "5", "1"), "has no expert 5; it has 0"),
         (("history", "5"), "has no expert 5; it has 0"),
     ):
-        assert skills(*words, *at) == 2
-        assert told in capsys.readouterr().err
+        assert told in prints("skills", *words, *at, code=2)
     with contextlib.closing(Store(trained)) as store:
         older = store.version(1)
         newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, accepted=True))
-    assert skills("rollback", "0", "1", *at) == 0
-    out = capsys.readouterr().out
+    out = prints("skills", "rollback", "0", "1", *at)
     assert "version 1 is the head of expert 0 again" in out
     assert f"skills rollback 0 {newer} --out {trained}" in out
 
 
-def test_status_summary_and_pages_tell_the_same_seconds(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert skills("status", "--graph-path", str(trained)) == 0
-    rows = re.findall(r" [\d,]+ +(\d+\.\d) +1\b", capsys.readouterr().out)
+def test_status_summary_and_pages_tell_the_same_seconds(trained: Path, tmp_path: Path, prints) -> None:
+    rows = re.findall(r" [\d,]+ +(\d+\.\d) +1\b", prints("skills", "status", "--graph-path", trained))
     total = json.loads((trained / "summary.json").read_text())["metrics"]["training_seconds"]
     assert sum(map(float, rows)) == pytest.approx(total, abs=0.1 * len(rows))
     assert main(["view", str(trained), "--export", str(tmp_path / "page.html")]) == 0
@@ -151,13 +142,12 @@ def test_logs_print_what_the_training_wrote(trained: Path, capfdbinary: pytest.C
     assert b'"event": "trained"' in capfdbinary.readouterr().out
 
 
-def test_a_launch_without_output_is_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_without_output_is_told(trained: Path, prints) -> None:
     store = Store(trained)
     number = store.begin_attempt("Collect Wood", trained / "training_runs" / "x")
     store.finish(number, "failed", "could not be launched: RuntimeError: sbatch failed")
     store.close()
-    assert skills("logs", "Collect Wood", "--graph-path", str(trained)) == 2
-    told = capsys.readouterr().err
+    told = prints("skills", "logs", "Collect Wood", "--graph-path", trained, code=2)
     assert f"launch {number} of 'Collect Wood' wrote nothing: could not be launched: RuntimeError" in told
 
 
@@ -210,84 +200,66 @@ def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest
 
 
 def test_what_is_in_training_is_told_in_between(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.cli.grammar.FIRST_HEARTBEAT", 0.01)
     few = [*QUICK, "--max_nodes", "1", "--evaluation-worlds", "0"]
-    assert skills("train", "--graph-path", str(tmp_path), *few) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints("skills", "train", "--graph-path", tmp_path, *few).splitlines()
     states = [re.sub(r"^ +\d+\.\d s  ", "", line) for line in lines if "Collect Wood:" in line]
     states = [line for line in states if not line.startswith("…")]
     assert states == ["Collect Wood: running", "Collect Wood: completed"]
     assert any(re.fullmatch(r"… in training: Collect Wood: \d+(\.\d)? s so far", line) for line in lines)
 
 
-def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(tmp_path: Path, prints) -> None:
     arguments = ["train", "--max_nodes", "2", "--max_retries", "0", "--graph-path", str(tmp_path), *QUICK]
-    assert skills(*arguments, "--min-success", "1.1") == 1
-    err = capsys.readouterr().err
+    err = prints("skills", *arguments, "--min-success", "1.1", code=1)
     assert "Collect Wood: failed: NotLearnedError: not learned" in err
     assert "Place Table: blocked: Collect Wood failed" in err
     assert f"another chance with: shoal skills retry 'Collect Wood' --out {tmp_path}" in err
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-    assert skills("cancel", "Collect Wood", "--graph-path", str(tmp_path)) == 2
-    assert "there is nothing to cancel" in capsys.readouterr().err
+    assert "there is nothing to cancel" in prints(
+        "skills", "cancel", "Collect Wood", "--graph-path", tmp_path, code=2
+    )
     assert skills("cancel", "Place Table", "--graph-path", str(tmp_path)) == 0
     assert Store(tmp_path).skill("Place Table").status == "skipped"
 
 
 def test_the_flags_of_the_reference_are_understood_with_dashes_and_underscores() -> None:
-    old = training(
+    words = (
         "--max_nodes 3 --max_parallel_skills 2 --scheduler_poll_interval 30 --max_retries 2 --total_timesteps 5e7"
         " --num_envs 64 --lr 2e-4 --num_steps 16 --update_epochs 4 --num_minibatches 8 --gamma 0.99 --gae_lambda 0.9"
         " --clip_eps 0.1 --ent_coef 0.02 --vf_coef 0.4 --max_grad_norm 1.0 --no-anneal_lr --layer_size 32 --seed 7"
         " --graph-path x --success_state_rate 0.9 --llm_name m --skill_timesteps_budget 1e6 --target_skill T"
         " --gpu_ids 0 --no-use_wandb --env_name Craftax-Symbolic-v1".split()
     )
-    new = training([word.replace("_", "-") if word.startswith("--") else word for word in
-                 "--max_nodes 3 --max_parallel_skills 2 --scheduler_poll_interval 30 --max_retries 2"
-                 " --total_timesteps 5e7 --num_envs 64 --lr 2e-4 --num_steps 16 --update_epochs 4"
-                 " --num_minibatches 8 --gamma 0.99 --gae_lambda 0.9 --clip_eps 0.1 --ent_coef 0.02 --vf_coef 0.4"
-                 " --max_grad_norm 1.0 --no-anneal_lr --layer_size 32 --seed 7 --graph-path x"
-                 " --success_state_rate 0.9 --llm_name m --skill_timesteps_budget 1e6 --target_skill T --gpu_ids 0"
-                 " --no-use_wandb --env_name Craftax-Symbolic-v1".split()])  # fmt: skip
+    old = training(words)
+    new = training([word.replace("_", "-") if word.startswith("--") else word for word in words])
     assert replace(old, said=()) == replace(new, said=())
     assert (old.config.lr, old.config.num_envs, old.max_nodes, old.use_wandb) == (2e-4, 64, 3, False)
     assert old.config.bank_worlds == 256  # what suits Craftax, since --env_name says so
     assert training([]).config.bank_worlds == 2048
 
 
-def test_help_names_every_verb_and_a_wrong_one_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert skills("--help") == 0
-    out = capsys.readouterr().out
+def test_help_names_every_verb_and_a_wrong_one_is_guessed(prints) -> None:
+    out = prints("skills", "--help")
     for verb in "train status stop retry cancel logs eval history rollback".split():
         assert verb in out
-        assert skills(verb, "--help") == 0
-        assert "--graph-path" in capsys.readouterr().out
-    assert skills("trian") == 2
-    assert "Did you mean 'train'" in capsys.readouterr().err
+        assert "--graph-path" in prints("skills", verb, "--help")
+    assert "Did you mean 'train'" in prints("skills", "trian", code=2)
 
 
 def test_a_dry_run_prints_the_graph_and_touches_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prints
 ) -> None:
     assert skills("train", "--dry-run", "--max_nodes", "2", "--graph-path", str(tmp_path / "x")) == 0
     assert (
         "Place Table: needs Collect Wood; plan Collect Wood x2 -> Place Table x1" in capsys.readouterr().out
     )
     assert not (tmp_path / "x").exists()
-    assert skills("train", "--dry-run", "--json", "--max_nodes", "2") == 0
-    rows = json.loads(capsys.readouterr().out)["skills"]
+    rows = json.loads(prints("skills", "train", "--dry-run", "--json", "--max_nodes", "2"))["skills"]
     assert rows[1]["needs"] == ["Collect Wood"]
     assert rows[1]["plan"] == [{"skill": "Collect Wood", "count": 2}, {"skill": "Place Table", "count": 1}]
-
-
-def test_an_option_without_its_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--out", "--env-name"):
-        assert skills("train", flag) == 2
-        assert capsys.readouterr().err == f"shoal: Parameter {flag} requires an argument.\n"
 
 
 def test_a_dry_run_prints_the_plans_that_are_trained_with_where_places_are_left_on_the_way(
@@ -376,31 +348,25 @@ def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_change
     ],
 )
 def test_options_that_would_be_ignored_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    tmp_path: Path, prints, words: list[str], message: str
 ) -> None:
     (tmp_path / "proposals.jsonl").write_text("")
     words = [str(tmp_path / word) if word.endswith(".jsonl") else word for word in words]
     quick = [*QUICK, "--max-nodes", "1", "--llm-url", "http://127.0.0.1:9/v1"]
-    assert skills("train", "--graph-path", str(tmp_path / "run"), *quick, *words) == 2
-    assert message in capsys.readouterr().err
+    assert message in prints("skills", "train", "--graph-path", tmp_path / "run", *quick, *words, code=2)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_target_that_max_nodes_would_leave_out_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_max_nodes_would_leave_out_is_refused(prints) -> None:
     target = ["train", "--dry-run", "--target-skill", "Place Table", "--max-nodes"]
-    assert skills(*target, "1") == 2
-    assert "raise max_nodes to 2" in capsys.readouterr().err
-    assert skills(*target, "2") == 0
-    assert "Place Table: needs" in capsys.readouterr().out
+    assert "raise max_nodes to 2" in prints("skills", *target, "1", code=2)
+    assert "Place Table: needs" in prints("skills", *target, "2")
 
 
 @pytest.mark.parametrize("text", ["", "- a", "config: 5", "config: {}\nskills: 5", "config: {}\nsbatch: 5"])
-def test_a_folder_whose_options_cannot_be_read_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_folder_whose_options_cannot_be_read_is_told_so(tmp_path: Path, prints, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    assert skills("train", "--resume", "--graph-path", str(tmp_path)) == 2
-    assert "config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in prints("skills", "train", "--resume", "--graph-path", tmp_path, code=2)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")

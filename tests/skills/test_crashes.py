@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from tests.skills.conftest import skill
 
 from shoal.skills.graph.launchers import LocalLauncher, job_environment
 from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
@@ -24,7 +25,7 @@ from shoal.skills.learning.training import finish_training, prepare_training_run
 from shoal.skills.plan import dependencies
 from shoal.skills.proposers import knowledge_base
 from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills, parse_skill
+from shoal.skills.spec import load_skills
 from shoal.skills.worlds.crafting import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
@@ -139,8 +140,7 @@ def kill_merges(tmp_path: Path, net: Callable[..., Network], kills: int) -> int:
 def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[Store, list[int]]:
     """Expert 0 with 50 frames, and finished runs that each trained it by 100, 101, … frames."""
     store = Store(base, create=True)
-    wood = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
-    store.add_skill(wood, [], 10**6)
+    store.add_skill(skill("Collect Wood", "wood"), [], 10**6)
     store.assign_expert("Collect Wood")
     first = store.put_blob(encode(net("base").params()))
     store.add_version(NewVersion(0, first, None, 50, 50, True))
@@ -148,7 +148,7 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     attempts = []
     for i in range(runs):
         name = f"Skill {i}"
-        spec = parse_skill({"name": name, "gain": {"stone": 1}, "done": {"feature": "stone"}})
+        spec = skill(name, "stone")
         store.add_skill(spec, ["Collect Wood"], 10**6)
         expert = store.assign_expert(name)
         folder, _, _ = prepare_training_run(

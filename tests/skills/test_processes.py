@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from tests.skills.conftest import wait_for
 
-from shoal.skills.graph.launchers import TmuxLauncher, job_environment, start_time
+from shoal.skills.graph.launchers import job_environment, start_time
 from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.proposers import knowledge_base
@@ -36,15 +35,13 @@ s.run()
 
 
 def config_of(quick, **change) -> dict:
-    from dataclasses import asdict
-
     return asdict(replace(quick, **change))
 
 
-def start(base: Path, config: dict, program: str = SCHEDULE) -> subprocess.Popen[str]:
+def start(base: Path, config: dict) -> subprocess.Popen[str]:
     env = {**os.environ, **job_environment(2)}
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(base), json.dumps(config)],
+        [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -58,13 +55,6 @@ def add_wood(base: Path, config: dict) -> None:
 
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
-
-
-def wait_for(condition, seconds: float = 100) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 def head_sha(base: Path) -> str:
@@ -143,27 +133,14 @@ def _weights(base: Path, sha: str) -> str:
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
 
 
-def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
-    s = SkillScheduler(tmp_path, max_retries=0, config=replace(quick, min_success=1.1, total_timesteps=600))
+def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick, tmux) -> None:
+    s = SkillScheduler(tmp_path, launcher=tmux(tmp_path), config=quick)
     s.add_skill("Collect Wood", SKILLS["Collect Wood"])
-    assert not s.run()
-    assert "not learned: success" in s.get_failed_skills()["Collect Wood"]
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick) -> None:
-    launcher = TmuxLauncher(f"shoal-test-{os.getpid()}")
-    try:
-        s = SkillScheduler(tmp_path / "tmux", launcher=launcher, config=quick)
-        s.add_skill("Collect Wood", SKILLS["Collect Wood"])
-        assert s.run()
-        attempt = s.store.attempts()[0]
-        assert attempt.handle is not None
-        assert attempt.handle["session"] == "shoal_e0_Collect_Wood_1"
-        log = tmp_path / "tmux" / "skills" / "0_Collect_Wood" / "training-1.log"
-        assert '"event": "trained"' in log.read_text()
-    finally:
-        launcher._tmux("kill-server", check=False)
+    assert s.run()
+    attempt = s.store.attempts()[0]
+    assert attempt.handle is not None
+    assert attempt.handle["session"] == "shoal_e0_Collect_Wood_1"
+    assert '"event": "trained"' in (tmp_path / "skills" / "0_Collect_Wood" / "training-1.log").read_text()
 
 
 @pytest.mark.slow

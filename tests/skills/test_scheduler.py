@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.skills.conftest import skill, wait_for
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
@@ -25,23 +25,8 @@ from shoal.skills.graph.views import condition
 from shoal.skills.learning.training import Run, finish_training, prepare_training_run
 from shoal.skills.proposers import KnowledgeBase, knowledge_base
 from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import Skill, parse_skill
+from shoal.skills.spec import Skill
 from shoal.skills.worlds.crafting import CRAFTING
-
-
-def skill(
-    name: str, gain: str, uses: dict[str, int] | None = None, holds: dict[str, int] | None = None
-) -> Skill:
-    return parse_skill(
-        {
-            "name": name,
-            "gain": {gain: 1},
-            "done": {"feature": gain},
-            "consumption": uses or {},
-            "requirements": {**(uses or {}), **(holds or {})},
-        }
-    )
-
 
 WOOD, TABLE = skill("Collect Wood", "wood"), skill("Place Table", "table", {"wood": 2})
 PICKAXE = skill("Make Wood Pickaxe", "wood_pickaxe", {"wood": 1}, {"table": 1})
@@ -59,13 +44,6 @@ def in_thread(function) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
-
-
-def wait_for(condition, seconds: float = 100) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scripted) -> None:
@@ -394,7 +372,7 @@ def test_a_resumed_run_trains_with_the_budget_it_is_given_unless_a_skill_has_its
 
 
 def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
-    tmp_path: Path, scripted, quick, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scripted, quick, prints
 ) -> None:
     def exhausted(folder: Path, attempt: int) -> None:
         budgets.append(Run.open(folder).spec["config"]["total_timesteps"])
@@ -406,8 +384,9 @@ def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
     assert not s.run()
     assert budgets == [1000]  # five more of the same would have ended the same
     at = ["--graph-path", str(tmp_path)]
-    assert main(["skills", "retry", "Collect Wood", *at]) == 2
-    assert "give it more than 1,000 steps with --budget" in capsys.readouterr().err
+    assert "give it more than 1,000 steps with --budget" in prints(
+        "skills", "retry", "Collect Wood", *at, code=2
+    )
     assert main(["skills", "retry", "Collect Wood", "--budget", "4000", *at]) == 0
     s.run()
     assert budgets == [1000, 4000]
@@ -514,7 +493,7 @@ def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoint
 
 
 def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
-    tmp_path: Path, quick, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, quick, capsys: pytest.CaptureFixture[str], prints
 ) -> None:
     config = replace(quick, total_timesteps=5e6, success_state_rate=2.0, patience_frames=1e9)
     s = scheduler(tmp_path, "local", WOOD, WATER, config=config)
@@ -528,11 +507,11 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
     assert start_time(handles["Drink Water"]["pid"]) == handles["Drink Water"]["began"]
     assert [row.status for row in s.store.skills()] == ["skipped", "running"]
     capsys.readouterr()
-    assert main(["skills", "status", "--json", "--graph-path", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)["skills"]
+    told = json.loads(prints("skills", "status", "--json", "--graph-path", tmp_path))["skills"]
     assert told["Drink_Water"]["condition"] == "running, no scheduler"
-    assert main(["skills", "stop", "--wait", "--graph-path", str(tmp_path)]) == 2
-    assert f"no scheduler runs {tmp_path}, so nobody would merge" in capsys.readouterr().err
+    assert f"no scheduler runs {tmp_path}, so nobody would merge" in prints(
+        "skills", "stop", "--wait", "--graph-path", tmp_path, code=2
+    )
     os.kill(handles["Drink Water"]["pid"], signal.SIGKILL)
     wait_for(lambda: start_time(handles["Drink Water"]["pid"]) is None)
     assert condition(s.store, s.store.skill("Drink Water"), held=False) == "interrupted"
@@ -541,7 +520,7 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
 
 
 def test_trainings_of_a_world_that_is_not_found_from_here_can_be_ended(
-    tmp_path: Path, scripted, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scripted, prints
 ) -> None:
     s = scheduler(tmp_path, scripted(), WOOD, WATER)
     s.store.set_setting("world", "elsewhere:World")
@@ -550,8 +529,7 @@ def test_trainings_of_a_world_that_is_not_found_from_here_can_be_ended(
         assert main(["skills", *words, "--graph-path", str(tmp_path)]) == 0
     assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
     s.store.set_setting("world", 5)
-    assert main(["skills", "eval", "--graph-path", str(tmp_path)]) == 2
-    assert "no world named '5'" in capsys.readouterr().err
+    assert "no world named '5'" in prints("skills", "eval", "--graph-path", tmp_path, code=2)
     s.close()
 
 

@@ -134,11 +134,3 @@ def test_a_stream_reads_no_further_than_it_must(processor, make_root):
     assert next(stream)["dataset_ids"].tolist() == [ids[0]] * 2
     with pytest.raises(DataError, match=ids[4]):
         list(stream)
-
-
-def test_progress_counts_every_trajectory(processor, damaged):
-    root, ids = damaged
-    seen = []
-    splitter = StepwiseTrajectorySplitter(processor, root, on_error="skip", padding="longest")
-    splitter.split(ids, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(n, 7) for n in range(1, 8)]

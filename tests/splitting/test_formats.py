@@ -15,10 +15,10 @@ import io
 import json
 import subprocess
 import sys
-import tarfile
 
 import numpy as np
 import pytest
+from chats import rows_in, tar_of
 from PIL import Image
 
 from shoal.core.errors import DataError
@@ -254,14 +254,12 @@ LITE_ANSWERS = [
 
 
 def test_litesample_rows_become_recordings(processor, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     messages, metadata = litesample()
     images = [{"bytes": png(n), "path": f"{n}.png"} for n in range(2)]
     rows = [{"images": images, "messages": json.dumps(messages), "metadata": json.dumps(
         metadata | {"others": metadata["others"] | {"id": f"row {n}"}})} for n in range(5)]  # fmt: skip
     (tmp_path / "train").mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train" / "a.parquet", row_group_size=2)
+    rows_in(tmp_path / "train" / "a.parquet", rows)
     found = find_reader(tmp_path / "train")
     assert isinstance(found, LiteSampleReader)
     assert found.ids() == [f"row {n}" for n in range(5)]
@@ -371,27 +369,16 @@ def test_images_listed_beside_a_chat_stand_where_it_marks_them(processor, tmp_pa
 
 
 # --- containers
-def tar_of(place, records):
-    with tarfile.open(place, "w") as archive:
-        for key, files in records.items():
-            for suffix, data in files.items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-
-
 def chat_with(image):
     user = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}
     return {"messages": [user, {"role": "assistant", "content": "Yes."}], "reward": 0.25}
 
 
 def test_webdataset_archives_are_read_record_by_record(processor, tmp_path):
-    records = {
-        f"shard/{n:03d}": {"json": json.dumps(chat_with("screen.png")).encode(), "screen.png": png(n)}
-        for n in range(4)
-    }
-    tar_of(tmp_path / "a.tar", records)
-    found = find_reader(tmp_path / "a.tar")
+    chat = json.dumps(chat_with("screen.png")).encode()
+    records = [(f"shard/{n:03d}.json", chat) for n in range(4)]
+    screens = [(f"shard/{n:03d}.screen.png", png(n)) for n in range(4)]
+    found = find_reader(tar_of(tmp_path / "a.tar", dict(sorted(records + screens))))
     batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=found).split(found.ids())
     assert batch["reward_tensor"].sum(1).tolist() == [0.25] * 4
     for n, sample in enumerate(batch.samples()):
@@ -399,15 +386,8 @@ def test_webdataset_archives_are_read_record_by_record(processor, tmp_path):
 
 
 def test_links_in_an_archive_are_no_files(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        data = json.dumps(chat_with("x.png")).encode()
-        info = tarfile.TarInfo("a.json")
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-        link = tarfile.TarInfo("a.x.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-    found = ChatReader(tmp_path / "a.tar")
+    files = {"a.json": json.dumps(chat_with("x.png")).encode(), "a.x.png": "/etc/passwd"}
+    found = ChatReader(tar_of(tmp_path / "a.tar", files))
     with pytest.raises(DataError, match=r"x\.png is missing"):
         found.read(found.ids()[0])
 
@@ -434,16 +414,8 @@ print(len(names), tracemalloc.get_traced_memory()[1])
 def test_a_large_file_is_read_in_bounded_memory(tmp_path, kind):
     count, filler = 150, "x" * 100_000
     place = tmp_path / f"large.{kind}"
-    chat = {"messages": [{"role": "user", "content": filler}, {"role": "assistant", "content": "Yes."}]}
-    if kind == "jsonl":
-        place.write_text("\n".join(json.dumps(chat | {"id": f"c{n}"}) for n in range(count)))
-    elif kind == "tar":
-        tar_of(place, {f"c{n}": {"json": json.dumps(chat).encode()} for n in range(count)})
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        rows = [{"id": f"c{n}", "messages": json.dumps(chat["messages"]) + " " * n} for n in range(count)]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=5)
+    chat = [{"role": "user", "content": filler}, {"role": "assistant", "content": "Yes."}]
+    rows_in(place, [{"id": f"c{n}", "messages": json.dumps(chat) + " " * n} for n in range(count)])
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(place)], capture_output=True, text=True, timeout=200
     )

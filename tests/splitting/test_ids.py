@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from test_keys import lines, tar_of
+from chats import lines, rows_in, talk
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter, find_reader
@@ -12,10 +12,6 @@ from shoal.splitting.readers.formats import AgentNetReader, AtifReader, LiteSamp
 from shoal.splitting.readers.recordings import FolderReader
 
 BOM = b"\xef\xbb\xbf"
-
-
-def talk(answer):
-    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
 
 
 def answers(reader):
@@ -108,13 +104,8 @@ def test_each_trajectory_of_a_subagent_is_a_recording(processor, tmp_path, kind)
     file = tmp_path / f"t.{kind}"
     if kind == "json":
         file.write_text(json.dumps(nested()))
-    elif kind == "jsonl":
-        lines(file, nested())
-    elif kind == "tar":
-        tar_of(file, [nested()])
     else:
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist([nested()]), file)
+        rows_in(file, [nested()])
     reader = AtifReader(file)
     lead = "t-000000" if kind == "tar" else "t"
     wanted = {name.replace("t", lead, 1): said for name, said in NESTED.items()}

@@ -5,12 +5,11 @@ Where the marks come from: `weight` of OpenAI's fine-tuning format (0 or 1 on an
 """
 
 import copy
-import io
 import json
 import logging
-import tarfile
 
 import pytest
+from chats import lines, rows_in
 
 from shoal.core.errors import DataError
 from shoal.splitting import (
@@ -38,11 +37,6 @@ def chat(mark=None, **more):
     ]  # fmt: skip
 
 
-def lines(place, *rows):
-    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
-
-
 def trained(processor, reader, cls=StepwiseTrajectorySplitter, **options):
     """What is trained of all that a reader finds."""
     batch = cls(processor, ".", reader=reader, padding="longest", **options).split(reader.ids())
@@ -55,14 +49,11 @@ def as_jsonl(folder, messages, mark):
 
 
 def as_list(folder, messages, mark):
-    (folder / "a.json").write_text(json.dumps(messages))
-    return ChatReader(folder / "a.json")
+    return ChatReader(rows_in(folder / "a.json", messages))
 
 
 def as_parquet(folder, messages, mark):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), folder / "a.parquet")
-    return ChatReader(folder / "a.parquet")
+    return ChatReader(rows_in(folder / "a.parquet", [{"messages": messages}]))
 
 
 def as_folder(folder, messages, mark):
@@ -181,16 +172,6 @@ def test_a_key_that_changes_what_others_train_is_refused_by_name(processor, tmp_
     assert set(batch["dataset_ids"]) == {"empty"}
 
 
-def test_pairs_of_preferences_and_other_layouts_say_what_is_missing(tmp_path):
-    reader = ChatReader(
-        lines(tmp_path / "a.jsonl", {"id": "a", "chosen": chat(), "rejected": chat()}, {"conversations": []})
-    )
-    with pytest.raises(DataError, match="'chosen' changes what"):
-        reader.read("a")
-    with pytest.raises(DataError, match="'prompt' and 'completion'\\), got only conversations"):
-        reader.read("a-000001")
-
-
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("made", [as_jsonl, as_litesample, as_atif])
 def test_a_mark_on_a_part_is_refused(tmp_path, made, name):
@@ -198,16 +179,6 @@ def test_a_mark_on_a_part_is_refused(tmp_path, made, name):
     reader = made(tmp_path, chat({"content": parts}), {})
     with pytest.raises(DataError, match=f"(message 1|step 2): '{name}' changes what"):
         reader.read(reader.ids()[0])
-
-
-def tar_of(place, rows):
-    with tarfile.open(place, "w") as archive:
-        for number, row in enumerate(rows):
-            data = json.dumps(row).encode()
-            about = tarfile.TarInfo(f"r{number}.json")
-            about.size = len(data)
-            archive.addfile(about, io.BytesIO(data))
-    return place
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "parquet of texts"])
@@ -221,17 +192,10 @@ def test_other_keys_are_named_once_a_file_with_the_number_of_rows(processor, tmp
     rows[3]["source"] = "web"
     file = tmp_path / f"chats.{kind.split()[0]}"
     if kind.startswith("parquet"):
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        if kind.endswith("texts"):
-            rows = [row | {"messages": json.dumps(row["messages"])} for row in rows]
-        table = pyarrow.Table.from_pylist([{"source": None, **row} for row in rows])
-        parquet.write_table(table, file, row_group_size=2)
-    elif kind == "json":
-        file.write_text(json.dumps(rows))
-    elif kind == "tar":
-        tar_of(file, rows)
-    else:
-        lines(file, *rows)
+        rows = [{"source": None, **row} for row in rows]
+    if kind.endswith("texts"):
+        rows = [row | {"messages": json.dumps(row["messages"])} for row in rows]
+    rows_in(file, rows)
     with caplog.at_level(logging.WARNING):
         reader = find_reader(file)
         for cls in SPLITTERS[:2]:
@@ -394,7 +358,7 @@ def test_every_reader_of_chats_brings_tools_along(tmp_path):
 
 
 def test_a_table_of_tools_has_no_parameters_of_other_tools(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
         for name in ("look", "go")
@@ -405,10 +369,11 @@ def test_a_table_of_tools_has_no_parameters_of_other_tools(tmp_path):
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [call, other]},
     ]
-    table = pyarrow.Table.from_pylist([{"messages": messages, "tools": tools}])
-    assert table.to_pylist()[0]["tools"] != tools  # a table has one type for all: with nulls
-    parquet.write_table(table, tmp_path / "a.parquet")
-    recording = ChatReader(tmp_path / "a.parquet").read("a-000000")
+    file = rows_in(tmp_path / "a.parquet", [{"messages": messages, "tools": tools}])
+    assert (
+        parquet.read_table(file).to_pylist()[0]["tools"] != tools
+    )  # a table has one type for all: with nulls
+    recording = ChatReader(file).read("a-000000")
     assert list(recording.tools) == tools
     assert recording.messages[1].text == (
         '<tool_call>\n{"name": "look", "arguments": {"look": "up"}}\n</tool_call>\n'

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from shoal.splitting import (
-    ChatReader,
     StepwiseTrajectorySplitter,
     TrajectorySplitter,
     build_qwen_processor,
@@ -96,22 +95,3 @@ def test_tokens_pixels_and_positions_are_those_of_the_family(family, make_root):
                 attention_mask=torch.ones_like(tokens),
             )
             assert positions[:, 0].tolist() == sample.position_ids.tolist()
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "pyautogui.click(x=0.018, y=0.508)",
-        "click(start_box='<|box_start|>(997,1000)<|box_end|>')",
-        "click(point='<|box_start|>(1919,1079)<|box_end|>')",
-        '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": [500, 0]}}\n</tool_call>',
-    ],
-)
-def test_coordinates_are_left_as_they_were_recorded_whatever_their_scale(processor, tmp_path, said):
-    Image.new("RGB", (1920, 1080)).save(tmp_path / "screen.png")
-    chat = [{"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
-            {"role": "assistant", "content": said}]  # fmt: skip
-    (tmp_path / "a.json").write_text(json.dumps([chat]))
-    reader = ChatReader(tmp_path / "a.json")
-    [sample] = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader).split(reader.ids()).samples()
-    assert processor.tokenizer.decode(sample.response_ids) == said + "<|im_end|>"

@@ -3,9 +3,9 @@
 import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
+from chats import tar_of
 from PIL import Image
 
 from shoal.cli.main import main
@@ -40,11 +40,8 @@ def test_the_reader_on_the_page_reads_the_line_on_the_page(processor_folder, tmp
     assert sample.rewards.sum() == 1.0
     assert (sample.inputs.pixels.picture(0) == 9).all()
     assert read_json(tmp_path / "run" / "summary.json")["metrics"]["samples"] == 1
-    with tarfile.open(tmp_path / "all.tar", "w") as archive:
-        for name, data in (("a.json", json.dumps(json.loads(line)).encode()), ("a.0.png", file.getvalue())):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    files = {"a.json": json.dumps(json.loads(line)).encode(), "a.0.png": file.getvalue()}
+    tar_of(tmp_path / "all.tar", files)
     assert main(["split", str(tmp_path / "all.tar"), *same, "--out", str(tmp_path / "tar")]) == 0
     other = Batch.load(tmp_path / "tar" / "batch").samples()[0]
     assert other.input_ids.tolist() == sample.input_ids.tolist()

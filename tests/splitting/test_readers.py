@@ -1,14 +1,13 @@
 import base64
 import errno
-import io
 import json
 import pickle
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from chats import lines, rows_in, talk, tar_of
 from tests.records import Exchange, exchanges, trajectory_of
 
 from shoal.core.data import write_trajectories
@@ -79,10 +78,8 @@ def test_openai_chats_split_like_the_folders_they_came_from(processor, recorded,
 
 
 def test_chats_bring_their_rewards_and_unnamed_ones_get_a_number(processor, tmp_path):
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    lines = [{"messages": turns, "reward": 0.5}, turns, {"messages": turns, "reward": -2, "id": "last"}]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    reader = find_reader(tmp_path / "log.jsonl")
+    rows = [{"messages": talk(), "reward": 0.5}, talk(), {"messages": talk(), "reward": -2, "id": "last"}]
+    reader = find_reader(lines(tmp_path / "log.jsonl", *rows))
     assert reader.ids() == ["log-000000", "log-000001", "last"]
     splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
     assert splitter.split(reader.ids())["reward_tensor"].sum(1).tolist() == [0.5, 0.0, -2.0]
@@ -91,12 +88,8 @@ def test_chats_bring_their_rewards_and_unnamed_ones_get_a_number(processor, tmp_
 
 @pytest.mark.parametrize("none", [None, ""])
 def test_chats_whose_task_is_left_empty_are_tasks_of_their_own(tmp_path, none):
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    rows = [{"id": name, "task_id": none, "messages": turns} for name in "ab"]
-    (tmp_path / "log.jsonl").write_text(
-        "\n".join(map(json.dumps, [*rows, {**rows[0], "id": "c", "task_id": 0}]))
-    )
-    reader = ChatReader(tmp_path / "log.jsonl")
+    rows = [{"id": name, "task_id": none, "messages": talk()} for name in "ab"]
+    reader = ChatReader(lines(tmp_path / "log.jsonl", *rows, {**rows[0], "id": "c", "task_id": 0}))
     assert [reader.read(name).uid for name in "abc"] == ["a", "b", "0"]
 
 
@@ -111,24 +104,14 @@ def test_chat_files_that_are_broken_say_where(tmp_path):
         ChatReader(tmp_path / "log.jsonl").read("abd")
 
 
-@pytest.mark.parametrize("odd", ["b", "coco/train2017/33471", "任务1", "x" * 70, "vqa#12", "../a"])
+@pytest.mark.parametrize("odd", ["coco/train2017/33471", "任务1", "x" * 70, "vqa#12", "../a"])
 def test_one_odd_id_costs_no_other_chat(processor, tmp_path, odd):
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    rows = [{"id": name, "messages": said} for name in (odd, "b", "c")]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reader = ChatReader(tmp_path / "log.jsonl")
+    rows = [{"id": name, "messages": talk()} for name in (odd, "b", "c")]
+    reader = ChatReader(lines(tmp_path / "log.jsonl", *rows))
     names = reader.ids()
-    splitter = StepwiseTrajectorySplitter(
-        processor, tmp_path, reader=reader, padding="longest", on_error="skip"
-    )
-    batch = splitter.split(names)
-    assert len(batch["uid"]) + len(batch.skipped) == len(set(names)) == 3
+    batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest").split(names)
+    assert len(batch["uid"]) == len(set(names)) == 3
     assert all("/" not in name for name in names)
-    assert [item.reason.partition(": ")[2] for item in batch.skipped] == (
-        [f"{tmp_path / 'log.jsonl'}, record 1: id 'b' is taken by {tmp_path / 'log.jsonl'}"]
-        if odd == "b"
-        else []
-    )
 
 
 @pytest.mark.parametrize("name", ["screen.png", "my screen.png", "Übersicht 1.png", "100%.png", "a%20b.png"])
@@ -281,9 +264,9 @@ def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_pat
 def test_a_broken_line_of_a_run_is_named_and_takes_no_other_with_it(processor, tmp_path, torn):
     file = tmp_path / "trajectories" / "train-000004.jsonl"
     write_trajectories(file, [trajectory(processor, member) for member in range(3)])
-    lines = file.read_bytes().splitlines()
-    lines[torn == "amid"] = lines[torn == "amid"][:-90] + b"\xff"
-    file.write_bytes(b"\n\n".join(lines))
+    written = file.read_bytes().splitlines()
+    written[torn == "amid"] = written[torn == "amid"][:-90] + b"\xff"
+    file.write_bytes(b"\n\n".join(written))
     number = int(torn == "amid")
     for place in (tmp_path, file):
         reader = find_reader(place)
@@ -361,18 +344,6 @@ def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
     assert reader.read("c1").messages[0].content == said
 
 
-def test_whether_an_answer_is_trained_is_a_truth_value_however_a_table_spells_it(tmp_path):
-    def read(trained):
-        said = {"role": "assistant", "content": "b", "trained": trained}
-        (tmp_path / "a.json").write_text(json.dumps([[{"role": "user", "content": "a"}, said]]))
-        return ChatReader(tmp_path / "a.json").read("a-000000").messages[1].trained
-
-    assert [read(each) for each in (True, False, None, 1, 0)] == [True, False, True, True, False]
-    for wrong in ("false", 0.5, []):
-        with pytest.raises(DataError, match="message 1: trained must be true or false, got"):
-            read(wrong)
-
-
 def test_calls_as_openai_had_them_before_are_part_of_the_answer(tmp_path):
     chat = [
         {"role": "user", "content": "Weather?"},
@@ -398,34 +369,15 @@ def test_images_beside_a_chat_that_are_no_list_are_refused(tmp_path):
         ChatReader(tmp_path / "a.json").read("a-000000")
 
 
-def test_a_reader_does_not_take_the_name_of_one_of_shoals_unasked():
-    from shoal.splitting.readers import READERS, reader
-
-    with pytest.raises(ValueError, match="'litesample' is registered already"):
-        reader("litesample")(ChatReader)
-    assert READERS["litesample"].__name__ == "LiteSampleReader"
-
-
-def write_chats_as(kind, file, words, named=True):
+def write_chats_as(kind, file, words):
     """A file of chats, one for each word, which have names in a table, and in a tar by their files."""
-    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": word}] for word in words]
-    if kind == "jsonl":
-        file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    elif kind == "json":
-        file.write_text(json.dumps([{"messages": chat} for chat in chats]))
-    elif kind == "parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        rows = [
-            {"id": word if named else None, "messages": chat} for word, chat in zip(words, chats, strict=True)
-        ]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
+    if kind == "tar":
+        tar_of(file, {f"{word}.json": json.dumps(talk(word)).encode() for word in words})
     else:
-        with tarfile.open(file, "w") as archive:
-            for word, chat in zip(words, chats, strict=True):
-                data = json.dumps(chat).encode()
-                about = tarfile.TarInfo(f"{word}.json")
-                about.size = len(data)
-                archive.addfile(about, io.BytesIO(data))
+        rows_in(
+            file,
+            [{"id": word, "messages": talk(word)} if kind == "parquet" else talk(word) for word in words],
+        )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet"])
@@ -450,20 +402,10 @@ def test_chats_that_are_added_to_a_file_keep_no_other_from_being_read(tmp_path):
     assert [reader.read(name).messages[1].content for name in names] == ["one", "two"]
 
 
-def test_episodes_of_a_file_that_was_written_anew_are_read_anew(processor, tmp_path):
-    file = tmp_path / "trajectories" / "train-000004.jsonl"
-    reader = ShoalReader(tmp_path)
-    for members in ((1, 2), (2,), (3, 1)):
-        write_trajectories(file, [trajectory(processor, member) for member in members])
-        assert reader.ids() == [f"grid_x-4-2-{member}" for member in members]
-        assert [reader.read(name).dataset_id for name in reader.ids()] == reader.ids()
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])
 @pytest.mark.parametrize("torn", [0, 1])
 def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind, torn):
     """One of three is torn: the others are split, and it is skipped by a name and with a reason."""
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     steps = [
         {"step_id": 1, "source": "user", "message": "hi"},
         {"step_id": 2, "source": "agent", "message": "ho"},
@@ -471,23 +413,19 @@ def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind, torn)
     root = tmp_path / "all"
     root.mkdir()
     for number in range(3):
-        chat = json.dumps({"id": f"r{number}", "messages": said})
+        row = {"id": f"r{number}", "messages": talk()}
+        chat = json.dumps(row)
         if kind == "jsonl":
             with (root / "all.jsonl").open("a") as file:
                 file.write((chat if number != torn else chat[:-9]) + "\n")
         elif kind == "json":
             (root / f"r{number}.json").write_text(chat if number != torn else chat[:-9])
         elif kind == "tar":
-            with tarfile.open(root / f"{number}.tar", "w") as archive:
-                about = tarfile.TarInfo(f"r{number}.json")
-                about.size = len(chat)
-                archive.addfile(about, io.BytesIO(chat.encode()))
+            tar_of(root / f"{number}.tar", {f"r{number}.json": chat.encode()})
             if number == torn:
                 (root / f"{torn}.tar").write_bytes(b"\xff" * 300)
         elif kind == "parquet":
-            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-            table = pyarrow.Table.from_pylist([{"id": f"r{number}", "messages": said}])
-            parquet.write_table(table, root / f"{number}.parquet")
+            rows_in(root / f"{number}.parquet", [row])
             if number == torn:
                 (root / f"{torn}.parquet").write_bytes(b"PAR1")
         else:
@@ -511,13 +449,10 @@ def test_a_screen_with_a_padded_number_is_no_first_screen(osworld):
     folder = next(osworld.rglob("traj.jsonl")).parent
     for name in ("step_0", "step_1", "step_2"):
         (folder / f"{name}.png").rename(folder / f"{name.replace('_', '_0')}.png")
-    lines = (
-        (folder / "traj.jsonl")
-        .read_text()
-        .replace("step_1.png", "step_01.png")
-        .replace("step_2.png", "step_02.png")
-    )
-    (folder / "traj.jsonl").write_text(lines)
+    steps = (folder / "traj.jsonl").read_text()
+    for n in (1, 2):
+        steps = steps.replace(f"step_{n}.png", f"step_0{n}.png")
+    (folder / "traj.jsonl").write_text(steps)
 
     def shown():
         messages = OSWorldReader(osworld).read(folder.name).messages

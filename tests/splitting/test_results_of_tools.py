@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from chats import lines
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader
@@ -48,9 +49,7 @@ formats = pytest.mark.parametrize(
 @pytest.fixture
 def results_of(tmp_path):
     def read(reader, record):
-        file = tmp_path / "a.jsonl"
-        file.write_text(json.dumps(record) + "\n")
-        found = reader(file)
+        found = reader(lines(tmp_path / "a.jsonl", record))
         return [message.text for message in found.read(found.ids()[0]).messages if message.role == "tool"]
 
     return read

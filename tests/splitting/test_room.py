@@ -1,4 +1,4 @@
-"""The room itself: which files a sample enters, and what a long recording costs."""
+"""The room itself: what a long recording costs."""
 
 import json
 import sys
@@ -8,50 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
-from shoal.splitting.batch import Sample
 
 ROOM = Path(__file__).parents[2] / "src" / "shoal" / "splitting"
-
-
-class Files:
-    """Files of shoal in which a function is called."""
-
-    def __init__(self):
-        self.found = set()
-
-    def __call__(self, frame, event, arg):
-        place = Path(frame.f_code.co_filename)
-        if event == "call" and place.is_relative_to(ROOM.parent):
-            self.found.add(place.relative_to(ROOM.parent).as_posix())
-
-
-@pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
-def test_a_further_sample_of_a_recording_enters_at_most_six_files(processor, make_root, cls, monkeypatch):
-    """What is done once for a recording (reading it, its pixels) is not done for each of its samples."""
-    root, ids = make_root(1, steps=6, size=(60, 60))
-    splitter = cls(processor, root, 2, 1, padding="longest")
-    splitter.split(ids)
-    files, made = Files(), Sample.__init__
-
-    def begun(self, *values, **fields):
-        made(self, *values, **fields)
-        sys.setprofile(files)  # from the first sample to the last
-
-    monkeypatch.setattr(Sample, "__init__", begun)
-    results = splitter.results(ids)
-    try:
-        found = next(results)
-    finally:
-        sys.setprofile(None)
-    monkeypatch.undo()
-    sys.setprofile(files)
-    try:
-        batch, _ = splitter.collected([found])
-        batch["multi_modal_inputs"][1]["pixel_values"].sum()
-    finally:
-        sys.setprofile(None)
-    assert len(found.samples) == 6
-    assert len(files.found) <= 6
 
 
 class Work:

@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from chats import lines
 
 from shoal.core.errors import DataError
 from shoal.splitting.readers import find_reader
@@ -19,9 +20,7 @@ SHARED = [
 
 
 def read(folder, *rows):
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = find_reader(file)
+    reader = find_reader(lines(folder / "rows.jsonl", *rows))
     return [reader.read(name) for name in reader.ids()]
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from shoal.core.errors import DataError
 from shoal.splitting import (
@@ -56,39 +55,6 @@ def test_every_turn_is_trained_exactly_once_by_steps_and_by_windows(processor, m
         batch = cls(processor, root, padding="longest", **options).split(ids)
         got = [text for row in range(len(batch["uid"])) for text in trained(processor, batch, row)]
         assert got == wanted, cls
-
-
-def test_a_step_is_what_the_processor_makes_of_its_chat_with_a_generation_prompt(processor, make_root):
-    root, ids = make_root(1, steps=4, size=(150, 100))
-    batch = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
-    for sample in batch.samples():
-        text = processor.apply_chat_template(sample.messages[:-1], tokenize=False, add_generation_prompt=True)
-        names = [p["image"] + ".png" for m in sample.messages for p in m["content"] if p["type"] == "image"]
-        images = [Image.open(root / ids[0] / name).convert("RGB") for name in names]
-        wanted = processor(text=[text], images=images, return_tensors="pt")
-        assert sample.prompt_ids.tolist() == wanted["input_ids"][0].tolist()
-        assert torch.equal(sample.inputs["pixel_values"], wanted["pixel_values"])
-        assert torch.equal(sample.inputs["image_grid_thw"], wanted["image_grid_thw"])
-        answer = sample.messages[-1]["content"][0]["text"]
-        assert sample.response_ids.tolist() == processor.tokenizer.encode(answer + "<|im_end|>")
-        assert sample.response_mask.all()
-
-
-def test_a_window_reads_as_its_chat_up_to_its_last_answer(processor, make_root):
-    root, ids = make_root(1, steps=7, size=(90, 60), ends_on_user=True)
-    batch = TrajectorySplitter(processor, root, window_size=3, stride_size=3, padding="longest").split(ids)
-    assert len(batch["uid"]) == 3
-    for sample in batch.samples():
-        text = processor.apply_chat_template(sample.messages, tokenize=False)
-        names = [p["image"] + ".png" for m in sample.messages for p in m["content"] if p["type"] == "image"]
-        images = [Image.open(root / ids[0] / name).convert("RGB") for name in names]
-        wanted = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
-        assert [*sample.input_ids.tolist(), 198] == wanted  # the last newline is not needed by anything
-        header = processor.tokenizer.encode("<|im_start|>assistant\n")
-        assert sample.prompt_ids[-len(header) :].tolist() == header
-    # the second window: instruction as text, answers 0-2 as history, then turns 3-5 with their screenshots
-    roles = [message["role"][0] for message in batch["raw_messages"][1]]
-    assert "".join(roles) == "su" + "aaa" + "ua" * 3
 
 
 def test_the_reward_is_where_gae_sees_it(processor, make_root):
@@ -240,34 +206,6 @@ def test_each_window_shows_at_most_limit_images(processor, make_root):
     assert batch.summary()["images"] == 2
 
 
-def test_the_instruction_keeps_its_text_whatever_the_order(processor, make_root):
-    root, ids = make_root(1, steps=4, size=(60, 60))
-    rewrite(root, ids[0], lambda messages: messages[1]["content"].reverse())
-    for cls, options in ((StepwiseTrajectorySplitter, {"limit_messages": 1}), (TrajectorySplitter, {})):
-        batch = cls(processor, root, 2, 2 if cls is TrajectorySplitter else 1, **options).split(ids)
-        instruction = batch["raw_messages"][-1][1]
-        assert [part["type"] for part in instruction["content"]] == ["text"]
-
-
-def test_tool_messages_and_several_user_messages_in_a_row_are_fine(processor, tmp_path):
-    chat = [
-        {"role": "user", "content": "one"},
-        {"role": "user", "content": "two"},
-        {"role": "assistant", "content": "three"},
-        {"role": "tool", "content": "four"},
-        {"role": "assistant", "content": "five"},
-    ]
-    (tmp_path / "chats.json").write_text(json.dumps(chat))
-    reader = ChatReader(tmp_path / "chats.json")
-    for cls in (StepwiseTrajectorySplitter, TrajectorySplitter):
-        batch = cls(processor, tmp_path, reader=reader, padding="longest").split(reader.ids())
-        got = [text for row in range(len(batch["uid"])) for text in trained(processor, batch, row)]
-        assert got == ["three<|im_end|>", "five<|im_end|>"]
-        assert batch["multi_modal_inputs"][0] == {}
-    text = processor.tokenizer.decode(batch["input_ids"][0])
-    assert "<|im_start|>tool\nfour<|im_end|>" in text
-
-
 def test_failed_trajectories_skip_their_first_steps_under_traj_filter(processor, tmp_path):
     from shoal.splitting.synthetic import write_gui_recordings
 
@@ -321,47 +259,6 @@ def test_four_rows_of_positions_number_the_tokens_on_top(processor, make_root):
         assert (four["position_ids"][row, 0, ~on] == 1).all()
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
-@given(
-    turns=st.lists(st.integers(1, 3), min_size=1, max_size=12),
-    window=st.integers(1, 5),
-    stride=st.integers(1, 5),
-    messages=st.integers(1, 6),
-    texts=st.data(),
-)
-def test_no_turn_is_lost_and_positions_count_on_for_any_chat(
-    processor, tmp_path_factory, turns, window, stride, messages, texts
-):
-    """Chats of text with one to three messages before each answer; overlapping windows train turns again."""
-    folder = tmp_path_factory.mktemp("chat")
-    chat, words = [], st.text(st.characters(exclude_categories=["Cs", "Cn"]), min_size=1, max_size=12)
-    for number, before in enumerate(turns):
-        chat += [{"role": "user", "content": texts.draw(words)} for _ in range(before)]
-        chat.append({"role": "assistant", "content": f"{number}: {texts.draw(words)}"})
-    (folder / "chat.json").write_text(json.dumps(chat))
-    reader = ChatReader(folder / "chat.json")
-    stride = min(stride, window)
-    steps = StepwiseTrajectorySplitter(processor, folder, reader=reader, limit_messages=messages).split(
-        reader.ids()
-    )
-    assert steps["step_index"].tolist() == list(range(len(turns)))
-    windows = TrajectorySplitter(processor, folder, window, stride, reader=reader, limit_messages=messages)
-    seen = []
-    for sample in windows.split(reader.ids()).samples():
-        assert (sample.position_ids == np.arange(sample.n_tokens)).all()
-        ids = sample.response_ids[sample.response_mask]
-        text = processor.tokenizer.decode(ids)
-        seen.append(
-            [int(part.split(":")[0]) for part in text.split("<|im_end|>")[:-1]]
-            if "|" not in str(chat)
-            else []
-        )
-    if all(seen):
-        assert seen == [
-            list(range(first, min(first + window, len(turns)))) for first in range(0, len(turns), stride)
-        ]
-
-
 # --- how far a sample looks back
 def answers_in(messages):
     """The model's words in a sample."""
@@ -409,16 +306,3 @@ def test_a_sample_looks_back_over_turns_however_many_messages_they_have(
     windows = [(first, min(first + window, n) - 1) for first in range(0, n, stride)]
     assert split(TrajectorySplitter, window, stride) == [looked_back(*span) for span in windows]
     assert split(LastNTrajectorySplitter, window, stride) == [looked_back(max(0, n - window), n - 1)]
-
-
-def test_a_window_of_an_agent_with_tools_keeps_its_history(processor, tmp_path):
-    """Two turns back from turn 4 is turn 2, though six messages lie between them."""
-    chat = [{"role": "user", "content": "the task"}]
-    for number in range(5):
-        chat += [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}] if number else []
-        chat.append({"role": "assistant", "content": str(number)})
-    (tmp_path / "chat.json").write_text(json.dumps(chat))
-    reader = ChatReader(tmp_path / "chat.json")
-    batch = TrajectorySplitter(processor, tmp_path, 1, 1, reader=reader, limit_messages=2).split(reader.ids())
-    seen = [answers_in(messages) for messages in batch["raw_messages"]]
-    assert seen == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"]]

@@ -203,7 +203,7 @@ def test_no_page_is_wider_than_its_window(browser, demo, tmp_path, width, dark):
 def test_axe_finds_no_violation_on_any_page(browser, demo, tmp_path, width, dark):
     browser.size(width, dark=dark)
     other = make_run(tmp_path / "other")
-    sample = batch_of(tmp_path / "split", "click(476, 329)").path
+    sample = batch_of(tmp_path, "click(476, 329)").path
     episode = "?name=train-000002:1"
     with served(demo, other, FIXTURES / "skills", sample, FIXTURES / "ppo-torch", cache=tmp_path) as address:
         browser.open(f"{address}run/0/episodes")

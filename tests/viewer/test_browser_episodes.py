@@ -12,7 +12,6 @@ from tests.viewer.test_split_pages import batch_of
 from shoal.core.data import encode_trajectory, write_trajectories
 from shoal.envs import make
 from shoal.viewer.export import export
-from shoal.viewer.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 LAKE, _ = make("frozen_lake", desc="4x4").reset(seed=0)
@@ -34,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder, tmp_path_factory):
-    sample = batch_of(tmp_path_factory.mktemp("split") / "split", "click(476, 329)").path
+    sample = batch_of(tmp_path_factory.mktemp("split"), "click(476, 329)").path
     with served(folder, sample, cache=tmp_path_factory.mktemp("cache")) as address:
         yield address
 
@@ -217,7 +216,7 @@ def test_a_screenshot_enlarges_and_the_response_is_jumped_to(browser, address, t
     browser.run(f"document.querySelector('img.enlarges').dispatchEvent({enter})")
     browser.until("!!document.querySelector('dialog.enlarged')")
     page = tmp_path / "out.html"
-    page.write_text(export([Run(batch_of(tmp_path / "split", "click(3, 4)").path)]))
+    page.write_text(export([batch_of(tmp_path, "click(3, 4)")]))
     browser.size(900, 300)
     browser.open(page.as_uri())
     browser.run("location.hash = document.querySelector('.page[id*=sample]').id")

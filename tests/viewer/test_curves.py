@@ -30,7 +30,6 @@ CIRCLES = (
 @pytest.fixture
 def run(tmp_path):
     """Five rows; success 0, 1/4 … 1, and a loss that grows tenfold with each."""
-    folder = make_run(tmp_path / "runs" / "run")
     rows = [
         {
             "iteration": k,
@@ -44,7 +43,7 @@ def run(tmp_path):
         }
         for k in range(5)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = make_run(tmp_path / "runs" / "run", rows=rows)
     write_trajectories(folder / "trajectories" / "train-000003.jsonl", [episode((1.0,))])
     return folder
 
@@ -230,9 +229,8 @@ def test_the_labels_of_any_range_are_true_and_whole_and_those_of_a_log_scale_are
     for k in range(30):
         middle, spread = 10 ** rng.uniform(-8, 8), 10 ** rng.uniform(-3, 4)
         curves[f"drawn {k}"] = [float(middle * spread ** rng.uniform(-1, 1)) for _ in range(3)]
-    folder = make_run(tmp_path / "run")
     rows = [{"iteration": k} | {name: values[k] for name, values in curves.items()} for k in range(3)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = make_run(tmp_path / "run", rows=rows)
     place = tmp_path / "out.html"
     place.write_text(export([Run(folder)]))
     browser.size(1280)
@@ -427,14 +425,10 @@ def test_metrics_of_a_group_are_drawn_when_it_is_opened_with_their_meaning(brows
 @pytest.mark.parametrize(
     "values", [[5.0], [2.0, 2.0], [0.0], [9e299, -9e299], [1e-300, 2e-300], [0.0, 5e-324]]
 )
-def test_odd_curves_are_drawn(browser, tmp_path, values):
-    folder = make_run(tmp_path / "run")
+def test_odd_curves_are_drawn(browser, tmp_path, opened, values):
     rows = [{"iteration": k, "entropy": value} for k, value in enumerate(values)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     place = tmp_path / "out.html"
-    run = Run(folder)
-    run.index.refresh()
-    place.write_text(export([run]))
+    place.write_text(export([opened(make_run(tmp_path / "run", rows=rows))]))
     browser.open("about:blank")
     browser.problems.clear()
     browser.open(f"{place.as_uri()}#run-run")
@@ -451,10 +445,8 @@ def test_odd_curves_are_drawn(browser, tmp_path, values):
 def test_runs_are_searched_sorted_and_chosen_to_compare(browser, tmp_path, width):
     folder = tmp_path / "runs"
     for name, seed, success in (("apple", 3, 0.9), ("banana", 20, 0.5), ("cherry", 1, 0.1)):
-        run = make_run(folder / name, seed=seed)
-        (run / "metrics.jsonl").write_text(
-            f'{{"iteration": 0, "success": 0.0}}\n{{"iteration": 1, "success": {success}}}\n'
-        )
+        rows = [{"iteration": 0, "success": 0.0}, {"iteration": 1, "success": success}]
+        make_run(folder / name, seed=seed, rows=rows)
     names = "[...document.querySelectorAll('a.row-link')].filter(a => a.checkVisibility()).map(a => a.textContent)"
     with served(folder, cache=tmp_path / "cache") as address:
         browser.size(width)
@@ -520,9 +512,8 @@ def test_runs_have_columns_conditions_and_groups_of_settings_and_metrics_which_t
         ("b", "grpo", 0.02, 0.5),
         ("c", "gigpo", 0.003, 0.1),
     ):
-        run = make_run(tmp_path / "runs" / name)
-        (run / "config.yaml").write_text(f"algorithm: {{adv_estimator: {estimator}}}\nlr: {rate}\nsame: 7\n")
-        (run / "metrics.jsonl").write_text(f'{{"iteration": 1, "success": {success}}}\n')
+        config = f"algorithm: {{adv_estimator: {estimator}}}\nlr: {rate}\nsame: 7\n"
+        make_run(tmp_path / "runs" / name, rows=[{"iteration": 1, "success": success}], config=config)
     shown = "[...document.querySelectorAll('a.row-link')].filter(a => a.checkVisibility())"
     names = f"{shown}.map(a => a.textContent).join()"
     column = "[...document.querySelectorAll('td[data-name={}]')].map(e => e.textContent).join()"

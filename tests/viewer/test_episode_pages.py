@@ -24,25 +24,44 @@ from shoal.core.data import (
 )
 from shoal.envs import make
 from shoal.viewer.episode_pages import call_tree, chat, drawing, key, readable
-from shoal.viewer.export import export
 from shoal.viewer.group_pages import columns_of, kinds_of
 from shoal.viewer.pages import Site
-from shoal.viewer.runs import Run
 from shoal.viewer.server import page_for
 
 
 @pytest.fixture
-def run(tmp_path):
-    """12 episodes in 3 groups, the first of each group failed."""
-    folder = make_run(tmp_path / "run")
-    made = [
-        episode((0.0,) * (1 + k % 4) + (float(k % 4 > 0) * k,), group=k // 4, member=k % 4, success=k % 4 > 0)
-        for k in range(12)
-    ]
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", made)
-    run = Run(folder)
+def played(tmp_path, opened):
+    """Gives a run of these episodes."""
+
+    def play(*made):
+        run = opened(make_run(tmp_path / "run"))
+        add(run, "train-000001", *made)
+        return run
+
+    return play
+
+
+def add(run, name, *made):
+    """Write a file of episodes."""
+    write_trajectories(run.path / "trajectories" / f"{name}.jsonl", made)
     run.index.refresh()
-    return run
+
+
+@pytest.fixture
+def run(played):
+    """12 episodes in 3 groups, the first of each group failed."""
+    return played(
+        *(
+            episode(
+                (0.0,) * (1 + k % 4) + (float(k % 4 > 0) * k,), group=k // 4, member=k % 4, success=k % 4 > 0
+            )
+            for k in range(12)
+        )
+    )
+
+
+def body_of(run, kind="episode", **query):
+    return page_for(Site([run]), f"run/0/{kind}", query).body
 
 
 def at(site, address):
@@ -76,14 +95,8 @@ def test_next_and_previous_stay_in_the_list_that_one_came_from(run):
     assert at(site, at(site, page.previous).next).title == page.title
 
 
-def test_up_leads_to_the_page_of_the_list_that_has_the_episode(tmp_path):
-    folder = make_run(tmp_path / "run")
-    write_trajectories(
-        folder / "trajectories" / "train-000001.jsonl", [episode((k,), group=k) for k in range(120)]
-    )
-    run = Run(folder)
-    run.index.refresh()
-    site = Site([run])
+def test_up_leads_to_the_page_of_the_list_that_has_the_episode(played):
+    site = Site([played(*(episode((k,), group=k) for k in range(120)))])
     page = page_for(site, "run/0/episode", {"name": "train-000001:115", "order": "reward"})
     assert "train-000001:115" in rows_of(at(site, page.up))
     page = page_for(site, "run/0/group", {"name": "train-000001:60", "order": "-reward"})
@@ -126,23 +139,17 @@ def test_a_list_is_filtered_by_its_form_and_sorted_by_its_heads(run):
     assert rows_of(page_for(site, "run/0/episodes", {"text": "nowhere"})) == []
 
 
-def test_a_line_of_a_list_has_the_last_action_or_what_was_found_and_leads_there(run, tmp_path):
-    site = Site([run])
-    assert page_for(site, "run/0/episodes", {}).body.count("<small>Up</small>") == 12
-    hostile = trajectory_of(
-        "Lake", 0, 0, 0, 1, (turn(), turn(response="so <b>lake-side</b>")), True, True, False
-    )
-    write_trajectories(run.path / "trajectories" / "train-000002.jsonl", [hostile])
-    run.index.refresh()
-    [found] = re.findall(
-        r'<a href="([^"]+)">2: (.*?)</a>', page_for(site, "run/0/episodes", {"text": "LAKE-S"}).body
-    )
+def test_a_line_of_a_list_has_the_last_action_or_what_was_found_and_leads_there(run):
+    assert body_of(run, "episodes").count("<small>Up</small>") == 12
+    said = turn(), turn(response="so <b>lake-side</b>")
+    add(run, "train-000002", trajectory_of("Lake", 0, 0, 0, 1, said, True, True, False))
+    [found] = re.findall(r'<a href="([^"]+)">2: (.*?)</a>', body_of(run, "episodes", text="LAKE-S"))
     assert found[1] == "so &lt;b&gt;<mark>lake-s</mark>ide&lt;/b&gt;"
     address, _, jump = html.unescape(found[0]).partition("#")
     assert jump == "turn-2"
     assert "text=LAKE-S" in address  # which a script marks in the turns
     assert "name=train-000002%3A0" in address
-    assert 'id="turn-2"' in at(site, address).body
+    assert 'id="turn-2"' in at(Site([run]), address).body
 
 
 def test_a_prompt_is_its_messages_by_role_and_that_of_the_system_is_folded():
@@ -164,15 +171,10 @@ def test_a_prompt_is_its_messages_by_role_and_that_of_the_system_is_folded():
     assert chat("no message at <all>") == "<pre>no message at &lt;all&gt;</pre>"
 
 
-def test_causes_and_envs_are_choices_where_there_are_some(run, tmp_path):
-    write_trajectories(
-        run.path / "trajectories" / "train-000002.jsonl",
-        [
-            episode((), env="Other", status="env_error", error="the lake is closed"),
-            trajectory_of("Lake", 1, 0, 0, 1, (turn(valid=False),), False, True, False),
-        ],
-    )
-    run.index.refresh()
+def test_causes_and_envs_are_choices_where_there_are_some(run):
+    failed = episode((), env="Other", status="env_error", error="the lake is closed")
+    odd = trajectory_of("Lake", 1, 0, 0, 1, (turn(valid=False),), False, True, False)
+    add(run, "train-000002", failed, odd)
     site = Site([run])
     page = page_for(site, "run/0/episodes", {"cause": "env_error: the lake is closed"})
     assert rows_of(page) == ["train-000002:0"]
@@ -181,23 +183,12 @@ def test_causes_and_envs_are_choices_where_there_are_some(run, tmp_path):
     assert rows_of(page_for(site, "run/0/episodes", {"invalid": "1"})) == ["train-000002:1"]
 
 
-def test_a_long_list_has_its_pager_above_and_below(tmp_path):
-    folder = make_run(tmp_path / "run")
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [episode(group=k) for k in range(120)])
-    run = Run(folder)
-    run.index.refresh()
-    body = page_for(Site([run]), "run/0/episodes", {"page": "1"}).body
+def test_a_long_list_has_its_pager_above_and_below(played):
+    body = body_of(played(*(episode(group=k) for k in range(120))), "episodes", page="1")
     assert body.count("51 to 100 of 120") == 2
     before, after = body.split("<table")
     assert "later →" in before
     assert "later →" in after
-
-
-def test_a_static_file_has_no_form_and_only_links_that_lead(run):
-    text = export([run], 12)
-    assert "<form" not in text
-    ids = set(re.findall(r'<div class="page" id="([^"]+)"', text))
-    assert set(re.findall(r'href="#([^"]+)"', text)) <= ids
 
 
 # --- groups
@@ -210,25 +201,20 @@ def member_of(k, *moves):
 
 
 @pytest.fixture
-def group(tmp_path):
+def group(played):
     """Five members: 0, 2 and 4 fail alike, 1 and 3 part from them, 3 ends best."""
     lost = (move("Up"), move("Left", "north"))
-    made = [
+    return played(
         member_of(0, *lost),
         member_of(1, move("Up"), move("Right", "north"), move("Up", "east", 0.5)),
         member_of(2, *lost),
         member_of(3, move("Down"), move("Left", "south", 1.0)),
         member_of(4, *lost),
-    ]
-    folder = make_run(tmp_path / "run")
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", made)
-    run = Run(folder)
-    run.index.refresh()
-    return run
+    )
 
 
 def test_members_stand_by_reward_and_equal_ones_in_one_column(group):
-    body = page_for(Site([group]), "run/0/group", {"name": "train-000001:2"}).body
+    body = body_of(group, "group", name="train-000001:2")
     heads = re.findall(r"<th(?: class=\"chosen\")? scope=\"col\">.*?</th>", body)
     assert [re.findall(r">(\d)</a>", head) for head in heads] == [["3"], ["1"], ["0", "2", "4"]]
     assert ["\N{MULTIPLICATION SIGN}3" in head for head in heads] == [False, False, True]
@@ -244,7 +230,7 @@ def test_only_actions_in_the_same_state_are_compared(group):
         ["alone", "other", "as-most"],  # 3 is in the south; in the north, three of four go left
         ["gone", "alone", "gone"],
     ]
-    body = page_for(Site([group]), "run/0/group", {"name": "train-000001:2"}).body
+    body = body_of(group, "group", name="train-000001:2")
     assert all(f'class="edge {kind}"' in body for kind in ("as-most", "other", "alone"))
 
 
@@ -259,30 +245,28 @@ def test_the_same_observation_after_another_past_is_another_state():
 def test_a_group_without_a_difference_has_no_negative_zero(run):
     kept = run.path / "advantages" / "train-000001.jsonl"
     write_advantages(kept, [[[0.0] * 3] * (2 + k % 4) for k in range(12)])
-    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    body = body_of(run, name="train-000001:0")
     assert ">-0<" not in body
     assert "every advantage is 0" in body
     assert 'data-do="colour"' not in body
     write_advantages(kept, [[[0.5 - k % 2] * 3] * (2 + k % 4) for k in range(12)])
-    assert 'data-do="colour"' in page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    assert 'data-do="colour"' in body_of(run, name="train-000001:0")
     assert "-0.5" in key(0.5)
 
 
 def test_a_long_episode_has_a_line_of_its_turns_and_folds(run):
-    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:3"}).body  # 5 turns
+    body = body_of(run, name="train-000001:3")  # 5 turns
     assert re.findall(r'href="#turn-(\d)" class="chip">\d Up', body) == list("12345")
     assert "5 Up +3" in body
     assert body.count("<details open>") == 5
     assert 'max="5"' in body
-    short = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    short = body_of(run, name="train-000001:0")
     assert 'class="player"' not in short
 
 
 def test_an_episode_ends_with_why_it_ended_and_what_was_seen_then(run):
-    made = replace(episode((0.0,)), last="the shore", ended="turns")
-    write_trajectories(run.path / "trajectories" / "train-000007.jsonl", [made])
-    run.index.refresh()
-    body = page_for(Site([run]), "run/0/episode", {"name": "train-000007:0"}).body
+    add(run, "train-000007", replace(episode((0.0,)), last="the shore", ended="turns"))
+    body = body_of(run, name="train-000007:0")
     end = re.sub("<[^>]*>", "", body.rpartition("<article")[2])
     assert "At its end: its turns were used up" in end
     assert "the shore" in end
@@ -298,10 +282,8 @@ def test_a_page_of_an_episode_grows_as_its_record_does(run):
         for _ in range(n):
             turns.append(turn()._replace(prompt_ids=(*prompt, *[5] * 27)))
             prompt = (*turns[-1].prompt_ids, *turns[-1].response_ids)
-        made = trajectory_of("Lake", 7, 0, 0, 1, tuple(turns), False, True, False)
-        write_trajectories(run.path / "trajectories" / "train-000007.jsonl", [made])
-        run.index.refresh()
-        body = page_for(Site([run]), "run/0/episode", {"name": "train-000007:0"}).body
+        add(run, "train-000007", trajectory_of("Lake", 7, 0, 0, 1, tuple(turns), False, True, False))
+        body = body_of(run, name="train-000007:0")
         assert f"prompt of {30 * n - 3:,} tokens, 27 after turn {n - 1}" in body
         sizes.append(len(body))
     assert sizes[1] < 2.1 * sizes[0]
@@ -333,32 +315,21 @@ def test_tool_calls_and_results_are_set_apart_and_indented():
     assert readable("plain <b>") == "plain &lt;b&gt;"
 
 
-def test_an_answer_that_is_itself_the_action_stands_there_once(tmp_path):
-    folder = make_run(tmp_path / "run")
+def test_an_answer_that_is_itself_the_action_stands_there_once(played):
     made = episode((0.5,))
     turn = replace(made.turns[0], response="higher", action="higher", action_is_valid=True)
     others = replace(turn, action="up"), replace(turn, action_is_valid=False)
-    played = [replace(made, turns=(one,)) for one in (turn, *others)]
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", played)
-    run = Run(folder)
-    run.index.refresh()
-    bodies = [page_for(Site([run]), "run/0/episode", {"name": f"train-000001:{n}"}).body for n in range(3)]
-    assert [len(re.findall(r'class="did[^>]*hidden>', body)) for body in bodies] == [
-        1,
-        0,
-        0,
-    ]  # the player shows it
+    run = played(*(replace(made, turns=(one,)) for one in (turn, *others)))
+    bodies = [body_of(run, name=f"train-000001:{n}") for n in range(3)]
+    hidden = [len(re.findall(r'class="did[^>]*hidden>', body)) for body in bodies]
+    assert hidden == [1, 0, 0]  # the player shows it
     assert bodies[0].count('<pre class="said">higher</pre>') == 1
 
 
-def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
-    folder = make_run(tmp_path / "run")
+def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(played):
     scored = Score("clarity", 0.5, 0.75, "Is it <clear>?", "0.75, mostly"), Score("length", 1.0, None)
-    made = replace(episode((0.5,)), judged=Judged((0.0,), scored))
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [made])
-    run = Run(folder)
-    run.index.refresh()
-    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    run = played(replace(episode((0.5,)), judged=Judged((0.0,), scored)))
+    body = body_of(run, name="train-000001:0")
     assert "2 rewards judged it" in body
     assert "<b>clarity</b> 0.75, weight 0.5" in body
     assert "Is it &lt;clear&gt;?" in body
@@ -366,15 +337,11 @@ def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
     assert "<b>length</b> \N{EN DASH}, weight 1" in body
 
 
-def test_tools_are_shown_with_their_arguments_and_what_came_of_them(tmp_path):
-    folder = make_run(tmp_path / "run")
+def test_tools_are_shown_with_their_arguments_and_what_came_of_them(played):
     uses = ToolUse("find", {"word": "<lake>"}, "two lines"), ToolUse("add", "no JSON", error="no such tool")
     made = episode((0.5,))
-    made = replace(made, turns=(replace(made.turns[0], tools=uses),))
-    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [made])
-    run = Run(folder)
-    run.index.refresh()
-    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    run = played(replace(made, turns=(replace(made.turns[0], tools=uses),)))
+    body = body_of(run, name="train-000001:0")
     shown = '<pre class="tool"><b>find</b> {\n &quot;word&quot;: &quot;&lt;lake&gt;&quot;\n}\ntwo lines</pre>'
     assert shown in body
     assert '<pre class="tool failed"><b>add</b> no JSON\nError: no such tool</pre>' in body
@@ -416,9 +383,7 @@ def test_calls_that_follow_one_another_need_no_tree(parents):
 
 def test_a_lake_is_drawn_in_a_group_as_in_an_episode(run):
     lake, _ = make("frozen_lake", desc="4x4").reset(seed=0)
-    made = [member_of(k, move("Up", lake), move("Left", "no lake", k)) for k in range(2)]
-    write_trajectories(run.path / "trajectories" / "train-000003.jsonl", made)
-    run.index.refresh()
-    body = page_for(Site([run]), "run/0/group", {"name": "train-000003:0"}).body
+    add(run, "train-000003", *(member_of(k, move("Up", lake), move("Left", "no lake", k)) for k in range(2)))
+    body = body_of(run, "group", name="train-000003:0")
     assert body.count("shot drawn") == 1  # until they part one for all
     assert body.count('<pre class="saw">no lake</pre>') == 1

@@ -102,12 +102,6 @@ def test_pages_of_any_order_together_are_all_episodes_once(index, order):
     assert pages[3] == []
 
 
-def test_worst_is_best_from_behind(index):
-    best = [e.name for e in index.episodes(order="best")]
-    assert best[0] == "train-000001:0"
-    assert [e.name for e in index.episodes(order="worst")] == best[::-1]
-
-
 @pytest.mark.parametrize("column", sorted(set(COLUMNS) - {"group", "outcome"}))
 def test_a_column_sorts_the_episodes_by_its_values(index, column):
     values = [getattr(episode, column) for episode in index.episodes(order=column)]
@@ -222,12 +216,6 @@ def test_lines_that_are_no_trajectories_are_counted_and_passed_over(run, index):
     summary = {row["file"]: row for row in index.refresh().summary()}
     assert (summary["odd.jsonl"]["episodes"], summary["odd.jsonl"]["broken"]) == (2, 3)
     assert [index.read(e).reward for e in index.episodes(Filter(file="odd.jsonl"))] == [1.0, 1.0]
-
-
-def test_nothing_is_written_into_the_run(run):
-    before = sorted(run.rglob("*"))
-    assert EpisodeIndex(run).refresh().count() == 5
-    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

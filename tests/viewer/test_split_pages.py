@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.viewer.test_pages import SAMPLE, arrays_of_a_sample
 
 from shoal.core.errors import DataError
 from shoal.viewer.export import export
@@ -17,34 +18,24 @@ from shoal.viewer.server import page_for
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("PIL.Image")
-numpy_files = pytest.importorskip("safetensors.numpy")
 SCREEN = (1919, 1079)
 RESIZED = (1932, 1092)  # multiples of 28
 
 
-def batch_of(folder, said, *, size=SCREEN, resized=RESIZED):
-    """A batch of one sample: a grey screen of `size` as the model gets it, and an answer."""
-    batch = folder / "batch"
-    batch.mkdir(parents=True)
-    columns, rows = resized[0] // 14, resized[1] // 14
-    arrays = {
-        "prompt_ids": np.array([1, 2, 3]), "response_ids": np.array([4, 5]), "response_mask": np.array([1, 0]),
-        "rewards": np.array([0.5, 0.0], np.float32), "prompt_lengths": np.array([3]), "response_lengths": np.array([2]),
-        "pixels.0.grids": np.array([[1, rows, columns]]),
-        "pixels.0.rows": np.full((rows * columns, 3, 196), 128, np.uint8),
-    }  # fmt: skip
-    numpy_files.save_file(arrays, batch / "batch.safetensors")
+def batch_of(folder, said):
+    """The run of a batch of one sample: a grey screen as the model gets it, and an answer."""
+    batch = arrays_of_a_sample(folder, *(pixels // 14 for pixels in RESIZED))
     messages = [
         {"role": "user", "content": [{"type": "image", "image": "i"}]},
         {"role": "assistant", "content": said},
     ]
-    sample = {
-        "dataset_id": "x", "uid": "u", "traj_index": 0, "step_index": 0, "n_steps": 1, "images": [0],
-        "messages": messages, "roles": [["user", 0, 3], ["assistant", 3, 5]], "image_spans": [[0, 1, 2]],
-    }  # fmt: skip
-    described = {"format": 1, "samples": [sample], "pixels": {"0": {"sizes": [list(size)]}}}
+    described = {
+        "format": 1,
+        "samples": [SAMPLE | {"messages": messages}],
+        "pixels": {"0": {"sizes": [SCREEN]}},
+    }
     (batch / "batch.json").write_text(json.dumps(described))
-    return Run(folder)
+    return Run(folder / "split")
 
 
 def marked_at(page):
@@ -73,7 +64,7 @@ def marked_at(page):
     ],
 )
 def test_a_click_is_drawn_where_the_answer_says(tmp_path, said, scale, x, y):
-    site = Site([batch_of(tmp_path / "split", said)])
+    site = Site([batch_of(tmp_path, said)])
     page = page_for(site, "run/0/sample", {"number": "0", "points": scale}).body
     assert marked_at(page) == pytest.approx((x, y), abs=0.003)  # 4 pixels of 1280
     kinds = {"recorded": "1919 by 1079", "resized": "1932 by 1092", "thousand": "1000 by 1000"}
@@ -81,7 +72,7 @@ def test_a_click_is_drawn_where_the_answer_says(tmp_path, said, scale, x, y):
 
 
 def test_a_point_outside_of_the_screen_is_told_and_not_drawn(tmp_path):
-    site = Site([batch_of(tmp_path / "split", "click(1925, 10)")])
+    site = Site([batch_of(tmp_path, "click(1925, 10)")])
     page = page_for(site, "run/0/sample", {"number": "0"}).body
     assert marked_at(page) is None
     assert "outside of it" in page
@@ -91,13 +82,13 @@ def test_a_point_outside_of_the_screen_is_told_and_not_drawn(tmp_path):
 
 
 def test_an_answer_without_a_point_says_nothing_of_points(tmp_path):
-    page = page_for(Site([batch_of(tmp_path / "split", "finished()")]), "run/0/sample", {"number": "0"}).body
+    page = page_for(Site([batch_of(tmp_path, "finished()")]), "run/0/sample", {"number": "0"}).body
     assert marked_at(page) is None
     assert "points in answers" not in page
 
 
 def test_the_response_is_one_step_away_on_the_page_and_in_the_static_file(tmp_path):
-    run = batch_of(tmp_path / "split", "click(3, 4)")
+    run = batch_of(tmp_path, "click(3, 4)")
     page = page_for(Site([run]), "run/0/sample", {"number": "0"}).body
     assert 'href="#response"' in page
     assert page.count('id="response"') == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
+import select
 import shutil
 import sys
 import textwrap
@@ -187,9 +189,8 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
     print(harmless(f"\nThe first observation of seed {command.seed}:\n{seen}"))
     actions = f"Actions now: {', '.join(info['available_actions'])}"
     print("\n" + textwrap.fill(actions, width, subsequent_indent="  ", break_long_words=False))
-    extra = {key: value for key, value in info.items() if key in ("optimal_pushes",)}
-    if extra:
-        print(f"info also has {extra}")
+    if "optimal_pushes" in info:
+        print(f"info also has {{'optimal_pushes': {info['optimal_pushes']}}}")
     env.close()
     return 0
 
@@ -412,8 +413,6 @@ _BEGUN = re.compile(rb"\x1b([\[O][0-9;]*)?|[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[
 
 def read_key() -> str:
     """One key from the terminal, without waiting for Enter; arrow keys come as one."""
-    import os
-    import select
     import termios
     import tty
 

@@ -26,7 +26,7 @@ from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import finite, refuse_foreign
-from shoal.viewer.markup import duration
+from shoal.viewer.markup import counted, duration
 
 terminal = logging.getLogger("shoal.terminal")
 HEARTBEAT = 30.0
@@ -73,15 +73,6 @@ def run_folder(wanted: str | None, name: str, resume: bool) -> Path:
 def print_json(value: Any) -> None:
     """One line of JSON on standard output: an event of `--json-events`, or the result of `--json`."""
     print(json.dumps(finite(value), allow_nan=False), file=json_stream(), flush=True)
-
-
-def count_of(number: int, thing: str, things: str = "") -> str:
-    """A number with its noun.
-
-    >>> count_of(1, "turn"), count_of(2, "turn"), count_of(0, "batch", "batches")
-    ('1 turn', '2 turns', '0 batches')
-    """
-    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
 def came_to_an_end(trajectories: Sequence[Trajectory]) -> None:
@@ -238,7 +229,7 @@ class Progress:
 
 
 @contextmanager
-def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+def counting(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
     """Progress of countable work: the block gets a function of (done, total); off a terminal ten lines tell it."""
     step = max(1, -(-total // 10))
     with Progress(what, sys.stderr) as progress:
@@ -265,7 +256,7 @@ def episodes_played(
 
         def told(played: int, total: int) -> None:
             if progress.what == loading and played:
-                kept = f"{count_of(played, 'episode')} of {folder} were played before and are kept"
+                kept = f"{counted(played, 'episode')} of {folder} were played before and are kept"
                 print(kept, file=sys.stderr, flush=True)
             progress.what = f"playing, {played} of {total} episodes"
             if played:

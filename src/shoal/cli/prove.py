@@ -15,7 +15,6 @@ from shoal.cli.grammar import (
     ConfigName,
     Progress,
     composed,
-    count_of,
     new_folder,
     print_json,
     show_warnings,
@@ -23,6 +22,7 @@ from shoal.cli.grammar import (
 )
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import RunFolder
+from shoal.viewer.markup import counted
 
 PARALLEL = "agent_proxy.use_parallel_rollout=true"
 SYNCHRONOUS = ("agent_proxy.use_parallel_rollout=false", "vector.step_timeout=null")
@@ -85,7 +85,7 @@ def prove(options: ProveOptions) -> int:
     names = [name for name in BACKENDS if options.ray or "Ray" not in name]
     rows: list[proof.Row] = []
     with RunFolder(path, "prove", config.seed) as folder:
-        print(f"{count_of(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
+        print(f"{counted(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
         try:
             with Progress("training") as progress:
                 for row in proof.prove(_trainings(options, short, names, path)):

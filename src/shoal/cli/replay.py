@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, print_json, refuse_idle
+from shoal.cli.grammar import print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
+from shoal.viewer.markup import counted
 
 MORE = """\
 EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone
@@ -120,7 +121,7 @@ def _replay(options: ReplayOptions) -> int:
             print_turn(console, so_far, shown - 1, player.tokenizer().decode if turn == shown else None)
 
     recording = found.recording
-    when = f"held out, after {count_of(recording.weights, 'iteration')}"
+    when = f"held out, after {counted(recording.weights, 'iteration')}"
     if not recording.held_out:
         when = f"iteration {record.iteration}"
     print(f"{found.name}: {record.env}, {when}, group {record.group}, member {record.member}, "
@@ -162,7 +163,7 @@ def _replay(options: ReplayOptions) -> int:
 def _outcome(trajectory: Any) -> str:
     from shoal.cli.show import outcome
 
-    return f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
+    return f"{outcome(trajectory)}, reward {trajectory.reward:g} in {counted(len(trajectory.turns), 'turn')}"
 
 
 def _sampler(options: ReplayOptions) -> Any:

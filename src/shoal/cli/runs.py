@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, print_json, table
+from shoal.cli.grammar import print_json, table
 from shoal.cli.output import program, to_type
 from shoal.core.run_folder import UNFINISHED, command_of, whole_rows
-from shoal.viewer.markup import duration, number
+from shoal.viewer.markup import counted, duration, number
 from shoal.viewer.runs import PARTS, Run, folders, has_checkpoint, resume_words
 
 MORE = """\
@@ -62,7 +62,7 @@ def list_runs(options: RunsOptions) -> None:
         table(
             "", ["run", "command", "status", "seed", "changed", "time", "result"], rows, text=(0, 1, 2, 4, 6)
         )
-    print(f"{count_of(len(rows), 'run')} in {options.folder}")
+    print(f"{counted(len(rows), 'run')} in {options.folder}")
 
 
 COMMAND = Command(RunsOptions, list_runs, MORE)
@@ -156,5 +156,5 @@ def _result(about: dict[str, Any]) -> str:
             f"{about['metric']} {value:.3f}" if isinstance(value, float) else f"{about['metric']} {value}"
         )
     elif about["rows"]:
-        told.append(f"{count_of(about['rows'], 'row')} of metrics")
+        told.append(f"{counted(about['rows'], 'row')} of metrics")
     return ", ".join(told) or "-"

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, print_json, refuse_below
+from shoal.cli.grammar import print_json, refuse_below
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, how_to_go_on, latest_metrics
 from shoal.core.data import ENDINGS, Judged, Trajectory
@@ -25,7 +25,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import read_summary
 from shoal.viewer.curves import SHARES
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
-from shoal.viewer.markup import ACTION, duration, number
+from shoal.viewer.markup import ACTION, counted, duration, number
 from shoal.viewer.runs import Run, is_run, points
 
 FIRST = (
@@ -149,7 +149,7 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
             table.add_row("error", harmless(str(summary["error"])))
     else:
         now = "running now" if about["status"] == "running" else "not finished"
-        table.add_row("status", f"{now}; {count_of(about['rows'] or 0, 'row')} of metrics so far")
+        table.add_row("status", f"{now}; {counted(about['rows'] or 0, 'row')} of metrics so far")
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
@@ -159,7 +159,7 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
     for name in shown:
         table.add_row(harmless(name), harmless(readable(found[name])))
     if len(shown) < len(found):
-        table.add_row("…", f"{count_of(len(found) - len(shown), 'more metric')}: --all")
+        table.add_row("…", f"{counted(len(found) - len(shown), 'more metric')}: --all")
     return table
 
 
@@ -192,7 +192,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= flat(value, f"{before}{key}/")
         elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-            found[f"{before}{key}"] = count_of(len(value), "entry", "entries")
+            found[f"{before}{key}"] = counted(len(value), "entry", "entries")
         else:
             found[f"{before}{key}"] = value
     return found
@@ -260,7 +260,7 @@ def print_episode(
     console.print(Rule(harmless(title)))
     told = (
         f"{trajectory.env}, group {trajectory.group}, member {trajectory.member}, env seed {trajectory.env_seed}: "
-        f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
+        f"{outcome(trajectory)}, reward {trajectory.reward:g} in {counted(len(trajectory.turns), 'turn')}"
     )
     console.print(harmless(told), markup=False)
     if isinstance(trajectory.judged, Judged):
@@ -273,7 +273,7 @@ def print_episode(
     left = len(trajectory.turns) - max_turns
     if left > 0:
         console.print(
-            f"… {count_of(left, 'more turn')} (--max-turns {len(trajectory.turns)} shows all)", markup=False
+            f"… {counted(left, 'more turn')} (--max-turns {len(trajectory.turns)} shows all)", markup=False
         )
 
 
@@ -284,7 +284,7 @@ def print_turn(
     console.print(Text(f"\nturn {at + 1}", style="bold"), end="")
     turn = trajectory.turns[at]
     prompt = trajectory.prompt_ids(turn.call)
-    told = "" if decode is None else f"  prompt of {count_of(len(prompt), 'token')}"
+    told = "" if decode is None else f"  prompt of {counted(len(prompt), 'token')}"
     console.print(told, markup=False)
     shown = turn.observation if decode is None else decode(prompt)
     console.print(Padding(Text(harmless(shown)), (0, 0, 0, 4), expand=False))

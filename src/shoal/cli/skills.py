@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import refuse_below, wide_console
@@ -20,11 +20,8 @@ from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.run_folder import RunFolder, finite
 from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.graph.store import AttemptRow, SkillRow, Store
-from shoal.skills.graph.views import condition, progress_of, training_seconds
-from shoal.skills.scheduler import ENDING_SECONDS
-
-if TYPE_CHECKING:
-    from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.graph.views import condition, export_views, progress_of, scheduler_state, training_seconds
+from shoal.skills.scheduler import ENDING_SECONDS, SkillScheduler
 
 DEFAULT = Path("runs/skills")
 
@@ -146,8 +143,6 @@ def table(rows: list[SkillRow], store: Store) -> Any:
 def status(options: StatusOptions, store: Store) -> None:
     """Print the state of every skill."""
     if options.json:
-        from shoal.skills.graph.views import scheduler_state
-
         print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=json_stream())
         return
     wide_console().print(table(store.skills(), store))
@@ -185,7 +180,7 @@ def cancel(options: CancelOptions, store: Store) -> None:
         if store.is_held():  # if only by one that has done what it was asked for, and goes
             continue
         try:
-            _alone(options.graph_path).settle()
+            SkillScheduler(options.graph_path).settle()  # tidies, whatever the world, and trains nothing
         except WorkerError:
             if not store.is_held():
                 raise
@@ -205,16 +200,9 @@ def stop(options: StopOptions, store: Store) -> None:
                 f"wait for it with {resume_command(options.graph_path, 'skills train')}, or end it without --wait"
             )
         if not options.wait:
-            _alone(options.graph_path).settle(kill=True)
+            SkillScheduler(options.graph_path).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
     print(f"go on with: {resume_command(options.graph_path, 'skills train')}")
-
-
-def _alone(folder: Path) -> SkillScheduler:
-    """A scheduler to tidy a folder that has none, whatever its world: it trains nothing."""
-    from shoal.skills.scheduler import SkillScheduler
-
-    return SkillScheduler(folder)
 
 
 def _latest(store: Store, row: SkillRow) -> AttemptRow:
@@ -307,8 +295,6 @@ def history(options: HistoryOptions, store: Store) -> None:
 
 def rollback(options: RollbackOptions, store: Store) -> None:
     """Make an older version the head."""
-    from shoal.skills.graph.views import export_views
-
     expert = _expert(store, options.expert)
     before = store.head(expert)
     if before is not None and before.id == options.version:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from shoal.cli.command import Command, flags_of_field
-from shoal.cli.grammar import Progress, count_of, print_json, refuse_below, show_warnings, tracking
+from shoal.cli.grammar import Progress, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, next_steps, program
 from shoal.cli.runs import resume_command
 from shoal.cli.skills import DEFAULT, table
@@ -33,6 +33,7 @@ from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, Repla
 from shoal.skills.scheduler import SkillScheduler, check_limits
 from shoal.skills.spec import load_skills
 from shoal.skills.worlds.registry import check_installed, world_features, world_of
+from shoal.viewer.markup import counted
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 STATES = ("running", "completed", "failed", "blocked")
@@ -291,7 +292,7 @@ def _conclude(
                 print(f"{success:7.3f}  {name}")
             print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
-            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s "
+            f"{counted(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s "
             f"({metrics['training_seconds']:.1f} s of all trainings, {summary['seconds']:.1f} s with the evaluation)\n"
             f"{next_steps(options.graph_path, {})}"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import counted, new_folder, newest_folder, print_json, refuse_below, refuse_idle
+from shoal.cli.grammar import counting, new_folder, newest_folder, print_json, refuse_below, refuse_idle
 from shoal.cli.output import harmless, next_steps
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
@@ -146,7 +146,7 @@ def _split_at_once(
     options: SplitOptions, folder: RunFolder, splitter: Any, ids: list[str], rewards: list[float] | None
 ) -> dict[str, Any]:
     """One batch of everything."""
-    with counted("split", len(ids)) as progress:
+    with counting("split", len(ids)) as progress:
         if options.num_cpus != 1 and options.backend == "ray":
             cpus = available_cpus() if options.num_cpus == -1 else options.num_cpus
             batch = splitter.split_parallel(ids, rewards, cpus, progress=progress)
@@ -170,7 +170,7 @@ def _split_in_shards(
         {name: str(value) for name, value in asdict(options).items() if name not in _NOT_RESULTS}
     )
     new, place = 0, folder.path / "shards"
-    with counted("split", len(ids)) as progress, _executor(options) as executor:
+    with counting("split", len(ids)) as progress, _executor(options) as executor:
         made = split_shards(
             splitter,
             ids,

@@ -17,7 +17,6 @@ from shoal.cli.grammar import (
     Progress,
     Tracker,
     composed,
-    count_of,
     print_json,
     refuse_idle,
     refuse_twice,
@@ -29,7 +28,7 @@ from shoal.cli.grammar import (
 from shoal.cli.output import next_steps, program
 from shoal.cli.runs import how_to_go_on
 from shoal.core.run_folder import read_summary
-from shoal.viewer.markup import duration
+from shoal.viewer.markup import counted, duration
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
@@ -124,7 +123,7 @@ def train(options: TrainOptions) -> int:
     )[0]
     config = replace(config, run_dir=run_dir)
     if config.resume and (done := finished_iterations(config)) >= config.trainer.iterations:
-        told = f"{run_dir} has done {count_of(done, 'iteration')} and trainer.iterations={config.trainer.iterations}"
+        told = f"{run_dir} has done {counted(done, 'iteration')} and trainer.iterations={config.trainer.iterations}"
         print(
             f"{told}: there is nothing to do; ask for more with trainer.iterations={2 * done}",
             file=sys.stderr,
@@ -210,7 +209,7 @@ def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Prog
             progress.at(at / iterations)
             kept = ""
             if trainer.kept_episodes:
-                kept = f"; {count_of(trainer.kept_episodes, 'episode')} that ended after it are kept"
+                kept = f"; {counted(trainer.kept_episodes, 'episode')} that ended after it are kept"
             progress.say(f"resumed at {at} of {iterations}{known}{kept}")
         if at is None or row["iteration"] > at:
             played = row.get("episodes", 0) - before.get("episodes", 0)
@@ -286,7 +285,7 @@ def _say_results(run: Path, config: AgentConfig) -> None:
     lines = [
         "",
         f"held-out success {'unknown' if success is None else f'{success:.2f}'} after "
-        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}{early}",
+        f"{counted(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}{early}",
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",

@@ -13,7 +13,7 @@ from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import refuse_below, refuse_idle
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_text
-from shoal.viewer.runs import run_folders
+from shoal.viewer.runs import Run, run_folders
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,6 @@ COMMAND = Command(ViewOptions, view, MORE)
 
 def _export(options: ViewOptions, place: Path) -> None:
     from shoal.viewer.export import export
-    from shoal.viewer.runs import Run
 
     refuse_below(options, episodes=1)
     runs = [Run(folder) for folder in run_folders(options.runs)]

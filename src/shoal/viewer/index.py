@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -263,7 +264,9 @@ class EpisodeIndex:
                 for k, (start, length) in enumerate(file.rows[["start", "length"]].tolist()):
                     opened.seek(start)
                     line = opened.read(length)
-                    found[k] = written in line.lower() and _has(line, text)
+                    found[k] = written in line.lower() and any(
+                        text in t.lower() for t in chain(*_texts(line))
+                    )
             file.searched = (text, found)
         return file.searched[1]
 
@@ -329,14 +332,14 @@ class EpisodeIndex:
         Turn 0 and nothing where there is none, or the file has changed.
         """
         try:
-            turns = getattr(_decoded(self._line(episode), _TEXTS), "turns", [])
+            turns = _texts(self._line(episode))
         except OSError:
             return 0, ""
         for number, turn in enumerate(turns, 1):
-            for said in (turn.observation, turn.response, turn.action or ""):
+            for said in turn:
                 if text and (at := said.lower().find(text.lower())) >= 0:
                     return number, said[max(0, at - AROUND) : at + len(text) + AROUND]
-        return len(turns), (turns[-1].action or turns[-1].response)[: 3 * AROUND] if turns else ""
+        return len(turns), (turns[-1][2] or turns[-1][1])[: 3 * AROUND] if turns else ""
 
     def _line(self, episode: Episode) -> bytes:
         with (self.folder / episode.file).open("rb") as file:
@@ -465,7 +468,6 @@ def _decoded(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
         return None
 
 
-def _has(line: bytes, text: str) -> bool:
-    """Whether a turn says the text, which stands in small letters."""
-    turns = getattr(_decoded(line, _TEXTS), "turns", ())
-    return any(text in said.lower() for t in turns for said in (t.observation, t.response, t.action or ""))
+def _texts(line: bytes) -> list[tuple[str, str, str]]:
+    """The observation, the response and the action of each turn."""
+    return [(t.observation, t.response, t.action or "") for t in getattr(_decoded(line, _TEXTS), "turns", ())]

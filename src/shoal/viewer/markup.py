@@ -113,9 +113,9 @@ def share(value: float | None) -> str:
     return NONE if value is None else f"{value:.1%}"
 
 
-def counted(n: int, noun: str) -> str:
-    """`1 turn`, `2 turns`."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+def counted(n: int, noun: str, nouns: str = "") -> str:
+    """`1 turn`, `2 turns`, `2 entries`."""
+    return f"{n:,} {noun if n == 1 else nouns or noun + 's'}"
 
 
 def duration(seconds: float | None) -> str:

@@ -436,7 +436,7 @@ def _first(known: Mapping[str, str], *names: str) -> str | None:
 _LOUD = re.compile(r"\S+ \S+ (WARNING|ERROR) ")
 
 
-def log(site: Site, run: Run) -> Page:
+def log(site: Site, run: Run, _: Mapping[str, str]) -> Page:
     """What a run said in the terminal, its warnings, and how it ended."""
     lines = [
         tag("mark", line, class_="invalid") if _LOUD.match(line) else line

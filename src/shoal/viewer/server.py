@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ STATIC = {
     "static/view.css": "text/css; charset=utf-8",
     **{f"static/{name}": "text/javascript; charset=utf-8" for name in SCRIPTS},
 }
+PAGES: dict[str, Callable[[Site, Run, Mapping[str, str]], Page]] = {
+    "log": pages.log, "episodes": episodes, "episode": one_episode, "group": group, "skill": skill_page,
+    "sample": sample_page,
+}  # fmt: skip
+"""The pages of a run behind that of all of it, by the last part of their address."""
 READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
 """What a file can raise that says something else than runs write."""
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")
@@ -149,24 +154,10 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
         return pages.home(site)
     if parts == ["compare"]:
         return pages.compare(site, query)
-    if parts[0] != "run" or len(parts) not in (2, 3):
+    if parts[0] != "run" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in PAGES):
         raise DataError("there is no such page")
     run = site.run(parts[1])
-    if len(parts) == 2:
-        return pages.overview(site, run)
-    if parts[2] == "log":
-        return pages.log(site, run)
-    if parts[2] == "episodes":
-        return episodes(site, run, query)
-    if parts[2] == "episode":
-        return one_episode(site, run, query)
-    if parts[2] == "group":
-        return group(site, run, query)
-    if parts[2] == "skill":
-        return skill_page(site, run, query.get("name", ""))
-    if parts[2] == "sample" and (number := query.get("number", "")).isdecimal() and len(number) < 9:
-        return sample_page(site, run, int(number), query.get("points", "recorded"))
-    raise DataError("there is no such page")
+    return PAGES[parts[2]](site, run, query) if len(parts) == 3 else pages.overview(site, run)
 
 
 def make_app(

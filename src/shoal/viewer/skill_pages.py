@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import DataError
@@ -118,9 +119,9 @@ def _events(events: list[Row]) -> Html | None:
     return tag("section", fold(counted(len(rows), "event"), table(("at", "event", "skill", "detail"), rows)))
 
 
-def skill_page(site: Site, run: Run, name: str) -> Page:
+def skill_page(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     """One skill: what it says of itself, its trainings, the versions of its expert, its curve."""
-    tables = run.skills()
+    tables, name = run.skills(), query.get("name", "")
     found = [s for s in tables["skill"] if s["name"] == name]
     if not found:
         raise DataError(f"there is no skill {name[:80]!r} in this run")

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,12 @@ def _count(values: Any) -> int | None:
     return len(values or ()) if isinstance(values, list | None) else None
 
 
-def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Page:
+def sample_page(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     """One sample: its tokens by role, what is trained, where the reward sits, its images with the points of answers."""
-    samples = run.samples()
+    samples, asked, scale = run.samples(), query.get("number", ""), query.get("points", "recorded")
+    index = int(asked) if asked.isdecimal() and len(asked) < 9 else -1
     if not 0 <= index < len(samples):
-        raise DataError(f"sample must be in [0, {len(samples) - 1}], got {index}")
+        raise DataError(f"sample must be in [0, {len(samples) - 1}], got {asked[:40]!r}")
     if scale not in SCALES:
         raise DataError(f"points must be one of {', '.join(SCALES)}, got {scale[:40]!r}")
     described = samples[index]

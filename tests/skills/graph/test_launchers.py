@@ -8,20 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.skills.conftest import wait_for
 
 from shoal.core.errors import ConfigError
 from shoal.skills.graph.launchers import (
     LocalLauncher,
     RayLauncher,
     SlurmLauncher,
-    TmuxLauncher,
     adopting_launcher,
     is_alive,
     job_environment,
@@ -33,7 +32,7 @@ from shoal.skills.graph.launchers import (
 )
 from shoal.skills.graph.process import read_failure
 
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 SAYS = """
 import json, os, pathlib, sys, time
 from shoal.skills.graph.process import run_as_process
@@ -47,19 +46,10 @@ sys.exit(run_as_process("says", None, work))
 """
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 150) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
-TMUX = pytest.param("tmux", marks=needs_tmux)
 RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])
 
 
-@pytest.fixture(params=["local", TMUX, "slurm", RAY])
+@pytest.fixture(params=["local", "tmux", "slurm", RAY])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "slurm":
         pytest.importorskip("submitit")
@@ -70,10 +60,7 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         yield RayLauncher()
         ray.shutdown()
         return
-    made = make_launcher(request.param, folder=tmp_path)
-    yield made
-    if isinstance(made, TmuxLauncher):
-        made._tmux("kill-server", check=False)
+    yield request.getfixturevalue("tmux")(tmp_path) if request.param == "tmux" else LocalLauncher()
 
 
 @pytest.fixture
@@ -103,7 +90,7 @@ def test_a_program_is_run_and_its_output_and_end_are_known(launcher, program, tm
 
 @pytest.mark.parametrize(
     "launcher",
-    ["local", TMUX, pytest.param("slurm", marks=pytest.mark.slow), RAY],  # submitit gives a job a minute
+    ["local", "tmux", pytest.param("slurm", marks=pytest.mark.slow), RAY],  # submitit gives a job a minute
     indirect=True,
 )
 def test_a_program_that_is_killed_is_gone(launcher, program, tmp_path: Path) -> None:
@@ -119,8 +106,10 @@ def test_a_program_that_is_killed_is_gone(launcher, program, tmp_path: Path) -> 
     launcher.kill(handle)  # once more does nothing
 
 
-@pytest.mark.parametrize("name", ["local", pytest.param("tmux", marks=needs_tmux)])
+@pytest.mark.parametrize("name", ["local", "tmux"])
 def test_a_program_outlives_its_launcher_and_is_adopted(name: str, program, tmp_path: Path) -> None:
+    if name == "tmux" and shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
     (tmp_path / "run" / "long").touch()
     handle = make_launcher(name, folder=tmp_path).launch(**program())
     again = adopting_launcher(handle, tmp_path)
@@ -168,7 +157,7 @@ def test_how_a_process_ended_is_told_in_words(tmp_path: Path) -> None:
 
 
 def test_a_later_process_of_the_same_number_is_not_taken_for_ours() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    process = subprocess.Popen(SLEEP, start_new_session=True)
     try:
         handle = process_handle(process.pid)
         assert is_alive(handle)
@@ -189,56 +178,41 @@ def test_what_a_process_left_in_its_group_is_ended_with_it(tmp_path: Path) -> No
     wait_for(lambda: start_time(int((tmp_path / "log").read_text())) is None)
 
 
-@needs_tmux
-def test_runs_in_two_folders_do_not_end_each_others_sessions(tmp_path: Path) -> None:
+def test_runs_in_two_folders_do_not_end_each_others_sessions(tmp_path: Path, tmux) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     assert server_of(folders[0]) == server_of(tmp_path / "two" / ".." / "one") != server_of(folders[1])
-    launchers = [TmuxLauncher(server_of(folder)) for folder in folders]
-    try:
-        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-        handles = [launcher.launch(sleep, "same", {}, tmp_path / "log") for launcher in launchers]
-        launchers[0].kill(handles[0])
-        wait_for(lambda: launchers[0].poll(handles[0]))
-        assert launchers[1].poll(handles[1]) is None
-    finally:
-        for launcher in launchers:
-            launcher._tmux("kill-server", check=False)
+    launchers = [tmux(folder) for folder in folders]
+    handles = [launcher.launch(SLEEP, "same", {}, tmp_path / "log") for launcher in launchers]
+    launchers[0].kill(handles[0])
+    wait_for(lambda: launchers[0].poll(handles[0]))
+    assert launchers[1].poll(handles[1]) is None
 
 
-@needs_tmux
-def test_words_reach_tmux_as_words_and_not_as_commands(tmp_path: Path) -> None:
-    launcher, marker = TmuxLauncher(f"shoal-test-{os.getpid()}"), tmp_path / "P"
-    try:
-        hostile = [f"$(touch {marker})", f"; touch {marker}", f"`touch {marker}`"]
-        handle = launcher.launch(
-            [sys.executable, "-c", "import sys; print(sys.argv[1:])", *hostile], f"x; touch {marker} #",
-            {"ODD": f"`touch {marker}`"}, tmp_path / "log",
-        )  # fmt: skip
-        wait_for(lambda: launcher.poll(handle))
-        assert str(hostile) in (tmp_path / "log").read_text()
-        assert not marker.exists()
-    finally:
-        launcher._tmux("kill-server", check=False)
+def test_words_reach_tmux_as_words_and_not_as_commands(tmp_path: Path, tmux) -> None:
+    launcher, marker = tmux(tmp_path), tmp_path / "P"
+    hostile = [f"$(touch {marker})", f"; touch {marker}", f"`touch {marker}`"]
+    handle = launcher.launch(
+        [sys.executable, "-c", "import sys; print(sys.argv[1:])", *hostile], f"x; touch {marker} #",
+        {"ODD": f"`touch {marker}`"}, tmp_path / "log",
+    )  # fmt: skip
+    wait_for(lambda: launcher.poll(handle))
+    assert str(hostile) in (tmp_path / "log").read_text()
+    assert not marker.exists()
 
 
-@needs_tmux
 def test_a_launch_has_the_environment_of_its_scheduler_and_not_of_the_first_one(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, tmux
 ) -> None:
     """A tmux server keeps the environment of who started it: keys, folders of caches, the visible GPUs."""
-    launcher, show = TmuxLauncher(f"shoal-test-env-{os.getpid()}"), "import os; print([os.environ['MY_KEY']])"
-    hold = [sys.executable, "-c", "import time; time.sleep(600)"]
-    try:
-        monkeypatch.setenv("MY_KEY", "1")
-        launcher.launch(hold, "hold", {}, tmp_path / "hold")
-        value = "2 'x' \"y\" = $HOME\nz"
-        monkeypatch.setenv("MY_KEY", value)
-        handle = launcher.launch([sys.executable, "-c", show], "two", {}, tmp_path / "two")
-        wait_for(lambda: launcher.poll(handle))
-        assert repr([value]) in (tmp_path / "two").read_text()
-        assert not list(tmp_path.glob(".two*"))
-    finally:
-        launcher._tmux("kill-server", check=False)
+    launcher, show = tmux(tmp_path), "import os; print([os.environ['MY_KEY']])"
+    monkeypatch.setenv("MY_KEY", "1")
+    launcher.launch(SLEEP, "hold", {}, tmp_path / "hold")
+    value = "2 'x' \"y\" = $HOME\nz"
+    monkeypatch.setenv("MY_KEY", value)
+    handle = launcher.launch([sys.executable, "-c", show], "two", {}, tmp_path / "two")
+    wait_for(lambda: launcher.poll(handle))
+    assert repr([value]) in (tmp_path / "two").read_text()
+    assert not list(tmp_path.glob(".two*"))
 
 
 def test_the_reason_that_a_training_gives_for_its_end_is_kept(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.skills.conftest import some_net
+from tests.skills.conftest import skill, some_net
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.graph.process import NotLearnedError, write_failure
@@ -33,7 +33,6 @@ from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import parse_skill
 
 SLOTS, RETRIES, BUDGET = 2, 1, 1000
 NAMES = ("a", "b", "c", "d", "e")
@@ -185,8 +184,7 @@ class Machine(RuleBasedStateMachine):
     def a_skill_is_added(self, name, data) -> None:
         before = [row.name for row in self.store.skills()]
         needs = data.draw(st.lists(st.sampled_from(before), unique=True)) if before else []
-        spec = {"name": name, "gain": {"wood": 1}, "done": {"feature": "wood"}}
-        self.store.add_skill(parse_skill(spec), [] if name in before else needs, BUDGET)
+        self.store.add_skill(skill(name, "wood"), [] if name in before else needs, BUDGET)
 
     def chosen(self, data) -> tuple[int, Path]:
         return data.draw(st.sampled_from(sorted(self.alive.items())))

@@ -4,9 +4,11 @@ import errno
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.skills.conftest import skill
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.graph.process import (
@@ -16,9 +18,8 @@ from shoal.skills.graph.process import (
     write_failure,
 )
 from shoal.skills.graph.store import NewVersion, Store
-from shoal.skills.spec import parse_skill
 
-WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
+WOOD = skill("Collect Wood", "wood")
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def trained(store: Store, name: str = "Collect Wood") -> int:
-    store.add_skill(parse_skill({**WOOD.as_dict(), "name": name}), [], 1000)
+    store.add_skill(replace(WOOD, name=name), [], 1000)
     store.assign_expert(name)
     return store.begin_attempt(name, store.root / "training_runs" / name, 1000)
 
@@ -75,29 +76,6 @@ def test_an_error_in_a_transaction_takes_all_of_it_back(store: Store) -> None:
     assert "something" not in [event["kind"] for event in store.events()]
 
 
-@pytest.mark.parametrize(
-    ("end", "retries", "status", "outcome"),
-    [
-        ("failed", 1, "waiting", "failed"),
-        ("failed", 0, "failed", "failed"),
-        ("exhausted", 1, "failed", "exhausted"),
-        ("limit", 1, "failed", "limit"),
-        ("stopped", 0, "waiting", "stopped"),
-        ("lost", 0, "waiting", "lost"),
-        ("cancelled", 1, "skipped", "cancelled"),
-    ],
-)
-def test_what_becomes_of_a_skill_follows_from_how_its_training_ends(
-    store: Store, end, retries: int, status: str, outcome: str
-) -> None:
-    attempt = trained(store)
-    row = store.finish(attempt, end, "because", max_retries=retries)
-    assert (row.status, row.retries) == (status, int(status == "waiting" and end == "failed"))
-    assert row.reason == ("cancelled" if end == "cancelled" else "because")
-    assert store.attempt(attempt).outcome == outcome
-    assert store.attempts(running=True) == []
-
-
 def test_a_skill_that_was_cancelled_is_skipped_however_its_training_ends(store: Store) -> None:
     attempt = trained(store)
     store.update_skill("Collect Wood", cancel=1)
@@ -110,12 +88,6 @@ def test_a_training_that_another_process_merged_meanwhile_stays_merged(store: St
     store.commit_training(attempt, [version(store, 0, b"one")], result={}, frames=10)
     assert store.finish(attempt, "failed", "its folder is gone").status == "completed"
     assert store.attempt(attempt).outcome == "merged"
-
-
-def test_a_budget_that_was_raised_meanwhile_is_used(store: Store) -> None:
-    attempt = trained(store)
-    store.update_skill("Collect Wood", budget_total=5000)
-    assert store.finish(attempt, "exhausted", "not learned").status == "waiting"
 
 
 def test_a_full_disk_is_an_error_of_files_and_the_store_goes_on_when_there_is_room(store: Store) -> None:
@@ -151,12 +123,12 @@ def test_the_same_skill_may_be_added_again_but_not_another_of_its_name(store: St
     store.add_skill(WOOD, [], 10)
     assert len(store.skills()) == 1
     with pytest.raises(ValueError, match="another skill named 'Collect Wood'"):
-        store.add_skill(parse_skill({**WOOD.as_dict(), "horizon": 5}), [], 10)
+        store.add_skill(replace(WOOD, horizon=5), [], 10)
 
 
 def test_a_skill_is_found_by_name_and_slug_and_guessed_otherwise(store: Store) -> None:
     for name in ("Collect Wood", "Collect_Wood"):  # the second is the slug of the first
-        store.add_skill(parse_skill({**WOOD.as_dict(), "name": name}), [], 10)
+        store.add_skill(replace(WOOD, name=name), [], 10)
     assert store.skill("Collect_Wood").name == "Collect_Wood"
     assert store.skill("Collect~5fWood").name == "Collect_Wood"
     with pytest.raises(ValueError, match="Did you mean 'Collect Wood'") as caught:
@@ -168,7 +140,7 @@ def test_experts_are_numbered_once_and_never_twice(store: Store) -> None:
     stores = [store, *(Store(store.root) for _ in range(3))]
     names = [f"Skill {i}" for i in range(20)]
     for name in names:
-        store.add_skill(parse_skill({**WOOD.as_dict(), "name": name}), [], 10)
+        store.add_skill(replace(WOOD, name=name), [], 10)
     store.add_version(version(store, 4, b"of no skill"))
     with ThreadPoolExecutor(4) as pool:  # four connections, each asking for every skill
         asked = list(pool.map(lambda at: stores[at % 4].assign_expert(names[at // 4]), range(80)))

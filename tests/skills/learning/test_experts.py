@@ -9,10 +9,6 @@ from shoal.core.errors import DataError
 from shoal.skills.learning.network import build_remapping, decode, encode, join_mixture, remap, split_mixture
 
 
-def test_the_reference_example_maps_four_sparse_experts_to_four_networks() -> None:
-    assert remap([0, 5, 10, 50]) == ({0: 0, 5: 1, 10: 2, 50: 3}, {0: 0, 1: 5, 2: 10, 3: 50})
-
-
 def test_dependencies_and_the_new_expert_are_numbered_by_global_index() -> None:
     done = {
         "Collect Wood": {"expert_idx": 0},

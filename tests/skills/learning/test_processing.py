@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.skills.conftest import some_net
+from tests.skills.conftest import skill, some_net
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
@@ -17,7 +17,6 @@ from shoal.core.files import read_json, write_json
 from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_of
-from shoal.skills.spec import parse_skill
 from shoal.skills.worlds.crafting import CRAFTING
 
 MILLION = 1_000_000
@@ -28,8 +27,7 @@ def amounts(**gain: int) -> dict[str, Any]:
 
 
 def add_skill(store: Store, name: str, expert: int, gain: str, needs: Iterable[str] = ()) -> None:
-    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
-    store.add_skill(spec, list(needs), 10**9)
+    store.add_skill(skill(name, gain), list(needs), 10**9)
     store.update_skill(name, expert=expert)
 
 
@@ -49,17 +47,19 @@ def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str)
     return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]
 
 
+def trained_side_by_side(base: Path, net: Callable[..., Network], frames: int) -> tuple[Path, Path]:
+    """Expert 0 has 50M frames. Skill A trained it by `frames`, skill B by 100M (150M); both began at 50M."""
+    add_expert(base, "Collect Wood", 0, net("base"), 50 * MILLION)
+    a = prepare(base, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    b = prepare(base, "Skill B", 2, {"Collect Wood": 0}, "iron")
+    for folder, acted, own in ((a, frames, 1), (b, 100 * MILLION, 2)):
+        experts = {0: net("wood", own).params(), 1: net("own", own).params()}
+        finish_training(folder, experts, {0: acted, 1: acted})
+    return a, b
+
+
 def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Callable[..., Network]) -> None:
-    # expert_0 has 50M. Skill A trains it by 80M (130M), skill B by 100M (150M); both began at 50M.
-    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
-    a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
-    b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
-    for folder, acted, own in ((a, 80, 1), (b, 100, 2)):
-        finish_training(
-            folder,
-            {0: net("wood", own).params(), 1: net("own", own).params()},
-            {0: acted * MILLION, 1: acted * MILLION},
-        )
+    a, b = trained_side_by_side(tmp_path, net, 80 * MILLION)
     one = process_completed_training(a, "Skill A", 1, tmp_path)
     assert one["expert_updates"] == {0: {"action": "updated", "frames": 130 * MILLION}}
     assert one["new_expert"] == {"global_idx": 1, "frames": 80 * MILLION}
@@ -76,14 +76,7 @@ def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Ca
 def test_in_the_other_order_or_with_as_many_frames_the_loser_is_kept_as_a_version(
     tmp_path: Path, net: Callable[..., Network], late: int
 ) -> None:
-    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
-    a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
-    b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
-    for folder, acted, own in ((a, late, 1), (b, 100, 2)):
-        finish_training(
-            folder, {0: net("wood", own).params(), 1: net("own", own).params()},
-            {0: acted * MILLION, 1: acted * MILLION},
-        )  # fmt: skip
+    a, b = trained_side_by_side(tmp_path, net, late * MILLION)
     process_completed_training(b, "Skill B", 2, tmp_path)
     result = process_completed_training(a, "Skill A", 1, tmp_path)
     assert result["expert_updates"] == {0: {"action": "kept", "frames": 150 * MILLION}}

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
+from shoal.core.errors import ConfigError, EnvError, UnknownNameError
 from shoal.skills.graph.launchers import job_environment
-from shoal.skills.learning.network import Network, Shape, check_expert
 from shoal.skills.learning.trainer import TrainingConfig, default_config
 from shoal.skills.spec import Features
 from shoal.skills.worlds.crafting import CraftingWorld
@@ -91,15 +90,6 @@ def test_settings_and_sizes_of_a_world_are_known_without_making_it() -> None:
         ("Craftax-Symbolic-v1", "craftax"),
     ):
         assert world_of(long) == world_of(short) == short
-
-
-def test_an_expert_made_for_another_world_is_refused() -> None:
-    world = SimpleNamespace(obs_size=7, n_actions=4)
-    check_expert(world, Network(Shape(7, 8, 4)), "Dig")
-    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 and"):
-        check_expert(world, Network(Shape(6, 8, 4)), "Dig")
-    with pytest.raises(DataError, match="expert of 'Dig' was made for .* and 3 actions; .* has 4. Train"):
-        check_expert(world, Network(Shape(7, 8, 3)), "Dig")
 
 
 def broken(**change):
