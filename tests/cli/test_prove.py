@@ -38,6 +38,14 @@ def test_trainings_on_several_backends_leave_the_same_episodes_and_weights(tmp_p
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_training_with_a_lag_is_proved_where_it_can_run(tmp_path, monkeypatch):
+    rows = ("sequential", "synchronous", "synchronous, 3 env workers", "3 threads", "3 processes")
+    code, summary = proved(monkeypatch, tmp_path / "run", "trainer.lag=1", rows=rows)
+    assert code == 0
+    assert [row["name"] for row in summary["metrics"]["rows"]] == ["sequential", "3 threads", "3 processes"]
+
+
 def test_a_training_that_differs_is_found_with_its_first_token(tmp_path, monkeypatch, capsys):
     from msgspec.structs import replace
 

@@ -309,10 +309,20 @@ def test_a_cluster_that_cannot_be_joined_says_why(starts, monkeypatch, cause, to
         raise ConnectionError("Failed to connect") from RuntimeError(cause)
 
     monkeypatch.setattr(sys.modules["ray"], "init", refused)
-    monkeypatch.setattr(sys.modules["ray"], "exceptions", types.SimpleNamespace(), raising=False)
-    sys.modules["ray"].exceptions.AuthenticationError = PermissionError
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is 'auto', and Ray cannot join.*{told}"):
+        executors.connect_ray()
+
+
+def test_an_address_without_a_port_and_a_local_ray_that_does_not_start_are_explained(starts, monkeypatch):
+    def late(address, **options):
+        raise Exception("The current node timed out during startup.")  # as Ray raises it
+
+    monkeypatch.setattr(sys.modules["ray"], "init", late)
+    with pytest.raises(ConfigError, match="local Ray did not start: The current node timed out.*busy"):
+        executors.connect_ray()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is '127.0.0.1': write HOST:PORT, such as"):
         executors.connect_ray()
 
 

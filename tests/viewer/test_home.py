@@ -133,11 +133,13 @@ def test_a_small_curve_stands_at_its_value_within_a_fixed_scale():
 def test_only_the_chosen_runs_are_compared_and_what_has_no_curves_is_named(tmp_path, opened):
     runs = [opened(make_run(tmp_path / name)) for name in ("one", "two", "three")]
     runs.append(opened(shutil.copytree(FIXTURES / "skills", tmp_path / "skills")))
+    runs.append(opened(make_run(tmp_path / "begun", rows=0)))
     site = Site(runs)
-    body = page_for(site, "compare", {"runs": "one,three,skills"}).body
+    body = page_for(site, "compare", {"runs": "one,three,skills,begun"}).body
     assert tables_of(body)[0]["name"] == "one, three"
-    assert "Left out, having no curves to compare: skills." in body
+    assert "Left out, having no curves to compare: skills, begun." in body
     assert "<h2>PPO" not in body
+    assert "no curves to compare" in page_for(site, "compare", {"runs": "begun"}).body
 
 
 def test_settings_that_differ_come_before_those_that_only_some_runs_have(tmp_path, opened):

@@ -50,7 +50,8 @@ examples:
   shoal prove --config-name demo trainer.iterations=5
   shoal prove --quick --json | jq .metrics.rows      the table for a program
 
-A row is one training in a folder of its own. It is compared by the sha256 of
+A row is one training in a folder of its own; with trainer.lag there is no
+synchronous one. It is compared by the sha256 of
 all recorded episodes and, where the engine is exact to the bit, of the newest
 checkpoint's tensors. A row that differs names the first differing token.
 Exit status: 0 if all rows are equal, 1 if one is not.
@@ -78,17 +79,20 @@ def prove(options: ProveOptions) -> int:
     show_warnings()
     given = {word.partition("=")[0].lstrip("+~") for word in options.overrides}
     short = [word for word in QUICK if options.quick and word.partition("=")[0] not in given]
-    config = composed(options)
+    config = composed(replace(options, overrides=(*options.overrides, *BACKENDS["sequential"])))
     path = Path(config.run_dir) if config.run_dir else new_folder("prove")
     if (path / "summary.json").exists():
         raise ConfigError(f"{path} holds a run already: choose another folder with --out")
     names = [name for name in BACKENDS if options.ray or "Ray" not in name]
+    if config.trainer.lag:  # what plays while it learns has hosts of its own
+        names = [name for name in names if not name.startswith("synchronous")]
+    trainings = list(_trainings(options, short, names, path))
     rows: list[proof.Row] = []
     with RunFolder(path, "prove", config.seed) as folder:
         print(f"{counted(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
         try:
             with Progress("training") as progress:
-                for row in proof.prove(_trainings(options, short, names, path)):
+                for row in proof.prove(trainings):
                     rows.append(row)
                     folder.append_metrics(asdict(row))
                     line = f"{row.name}: {row.problem or 'equal'} ({row.seconds:.1f} s)"

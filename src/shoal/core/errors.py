@@ -276,7 +276,7 @@ PACKAGES = {
     "craftax": ("jax", "craftax", "flax", "optax"),
     "tools": ("mcp",),
     "web": ("starlette", "uvicorn", "websockets"),
-    "envs": ("reasoning_gym", "textarena", "textworld"),
+    "envs": ("reasoning_gym", "textarena", "textworld", "minigrid", "pettingzoo"),
     "data": ("pyarrow",),
     "math": ("math_verify",),
     "spacy": ("spacy",),

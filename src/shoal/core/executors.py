@@ -257,9 +257,11 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
             ray.init(
                 address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **local
             )
-        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        except Exception as error:  # Ray raises its own, Python's and plain ones
             if local:
-                raise
+                raise ConfigError(
+                    f"a local Ray did not start: {error}; the machine may be too busy, or short of memory"
+                ) from error
             token = "AuthToken" in f"{error}{error.__cause__}"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot join that cluster: "
@@ -282,6 +284,10 @@ def ray_address() -> str:
     """What `RAY_ADDRESS` names, "local" if nothing; a `ConfigError` where nothing answers at a host and port."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     host, _, port = address.rpartition(":")
+    if not host and address not in ("local", "auto"):
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}: write HOST:PORT, such as 127.0.0.1:6379, auto, or local"
+        )
     if host and "://" not in address:  # Ray itself would try for minutes
         try:
             socket.create_connection((host.strip("[]"), int(port)), 5.0).close()

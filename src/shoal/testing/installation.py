@@ -117,13 +117,13 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
     try:
         about = os.statvfs(folder)
     except OSError as error:
-        return Finding("warning", f"{folder}: {error.strerror}", "Ray needs it; shoal's own workers do not")
+        return Finding("warning", f"{folder}: {error.strerror}", "worker processes and Ray need it")
     if not os.access(folder, os.W_OK):
-        return Finding("warning", f"{folder} cannot be written", "Ray needs it; shoal's own workers do not")
+        return Finding("warning", f"{folder} cannot be written", "worker processes and Ray need it")
     size = about.f_frsize * about.f_blocks
     found = f"{folder} has {size / 2**20:,.0f} MiB, {about.f_frsize * about.f_bavail / 2**20:,.0f} free"
     if size < SMALL_SHM:
-        advice = "too small for Ray and for torch's data loaders (docker run --shm-size=2g); shoal's workers need none"
+        advice = "too small for Ray and for many worker processes (docker run --shm-size=2g)"
         return Finding("warning", found, advice)
     return Finding("ok", found)
 

@@ -544,10 +544,11 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
     asked = query.get("runs")
     runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
+    drawn = [run for run in runs if run.kind in PANELS and run.rows()]
     parts = [
-        _compared(site, of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])
+        _compared(site, of_kind, kind) for kind in PANELS if (of_kind := [r for r in drawn if r.kind == kind])
     ]
-    left = ", ".join(run.name for run in runs if run.kind not in PANELS)
+    left = ", ".join(run.name for run in runs if run not in drawn)
     told = tag("p", f"Left out, having no curves to compare: {left}.", class_="hint") if left else None
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared"), told), parts or nothing)

@@ -444,6 +444,7 @@ class AgentTrainer(Closing):
     def _validate(self) -> dict[str, float]:
         self._doing = "evaluation", self._val_collector
         trajectories = self.evaluate()
+        self._doing = "writing down the evaluation", None
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
         refuse_all_failed(trajectories, "the evaluation")
         return heldout_metrics(trajectories)
