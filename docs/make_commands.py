@@ -25,8 +25,8 @@ search:
 Every command of `shoal` with its options, in the words of `shoal COMMAND --help`, which also shows examples. Written by
 `make settings` from the source. Words like `key=value` change [settings](settings.md) of agent training.
 
-`…` takes several values. An option without a value is off unless the table says on; `--no-NAME` is the opposite of
-`--NAME`. A default that depends on other options (a preset, a config) is the one without them.
+`…` takes several values. An option without a value is off unless the table says on; then `--no-NAME` turns it off. A
+default that depends on other options (a preset, a config) is the one without them.
 
 Exit status: 0 done, 1 failed or not equal, 2 a usage error, 130 Ctrl-C. `SHOAL_TRACEBACK=1` prints the traceback of an
 error instead of one line.
@@ -78,7 +78,7 @@ def flags(one: Any) -> str:
     names = [name for name in one.names if not name.startswith("--no-")]
     kinds = get_args(one.hint) or (one.hint,)
     if bool in kinds:
-        return one.names[1] if one.field_info.default is True else names[0]
+        return ", ".join(one.names) if one.field_info.default is True else names[0]
     several = get_origin(one.hint) is tuple
     within = [kind for kind in kinds if kind not in (type(None), ...)]
     kind = KINDS.get(getattr(within[0], "__name__", ""), "CHOICE") if within else "TEXT"

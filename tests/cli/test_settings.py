@@ -90,7 +90,10 @@ def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
                 "custom_envs.NAME.env_type",
             ),
         ),
-        ("commands", ("--n-envs N", "--out, --run-dir PATH", "--no-eval-deterministic", "RUN")),
+        (
+            "commands",
+            ("--n-envs N", "--out, --run-dir PATH", "--eval-deterministic, --no-eval-deterministic", "RUN"),
+        ),
     ],
 )
 def test_a_page_of_settings_or_options_is_what_the_source_says(name, among):

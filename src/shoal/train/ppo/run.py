@@ -65,7 +65,7 @@ class RunOptions:
     """"serial" in this process, "process" in workers, "native" in the environment's own batch, "auto" measures the
     environment and chooses."""
     parallel_start_method: StartMethod | None = None
-    """How workers start; None for the safe default, forkserver."""
+    """How workers start (default: forkserver)."""
     total_timesteps: Annotated[int, Meta(ge=1)] | None = None
     """Stop after this many env steps of all envs together."""
     num_episodes: Annotated[int, Meta(ge=1)] | None = None
@@ -79,7 +79,7 @@ class RunOptions:
     path: str = "auto"
     """"compiled" kernels, "torch" autograd, or "auto": kernels for perceptrons on the CPU."""
     run_dir: str | None = None
-    """Folder of the run; None for runs/ppo-<env>, numbered when taken."""
+    """Folder of the run (default: runs/ppo-<env>, numbered when taken)."""
     checkpoint_dir: str | None = None
     """Folder of its checkpoints; None for <run_dir>/checkpoints."""
     checkpoint_every: Annotated[int, Meta(ge=0)] | None = None
