@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.envs.program import ProgramConfig, ProgramEnv
-from shoal.rollout.programs import Result, run
+from shoal.envs.program import ProgramConfig
+from shoal.rollout.functions import FunctionProcesses, Result, serve_command
+from shoal.rollout.programs import command_result
 from shoal.train.agent.config import compose_config
 from tests.gateway.asking import Says
 
@@ -109,10 +110,17 @@ def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is
         pytest.skip(f"the package {package} is not installed")
     if not installed.startswith(versions):
         pytest.skip(f"{package} {installed} is installed, and this is an example of {versions}")
-    program = ProgramEnv(ProgramConfig(command=("{python}", name), folder=str(EXAMPLES), timeout=300))
+    processes = FunctionProcesses(serve_command, (("{python}", name), str(EXAMPLES)))
+
+    async def played(variables):
+        try:
+            return command_result(*await processes.ask(['{"seed": 1}', dict(variables)], 300))
+        finally:
+            processes.end()
+
     for text, reward in (("b!", 1.0), ("a!", 0.0)):
         server = serve(Says(text))
-        result = asyncio.run(run(program, {"seed": 1}, server.variables("a")))
+        result = asyncio.run(played(server.variables("a")))
         (call,) = server.gateway.sessions["a"].calls
         assert (result, call.turns, call.answer) == (Result(reward, reward == 1), prompt, text)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 from shoal.core.configuration import check_settings, from_mapping, plain_values
@@ -56,17 +55,21 @@ class EnvTag:
             raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
         from_mapping(PromptConfig, self.prompt, "prompt.")
 
-    @cached_property
     def role(self) -> Role:
-        """What all envs of this kind have in common; the first look makes one and closes it."""
+        """What all envs of this kind have in common; the first call makes one and closes it."""
+        known: Role | None = self.__dict__.get("_role")
+        if known is not None:
+            return known
         env = resolve_text(self.env_type, self.env_config)()
         try:
             tools = tools_of(env.reset(seed=0)[1]) if env.calls_tools else None
-            return Role(
+            known = Role(
                 "", env.instructions, env.projection, env.max_steps, self.prompt, env.draws_actions, tools
             )
         finally:
             close_env(env)
+        self.__dict__["_role"] = known
+        return known
 
 
 @dataclass(frozen=True)
@@ -358,6 +361,6 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
 
 def _role_of(tag: str, kind: EnvTag) -> Role:
     try:
-        return kind.role
+        return kind.role()
     except (ShoalError, ImportError, AttributeError) as error:
         raise ConfigError(f"custom_envs.{tag}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class MultiProcessEnvironmentContainer(Closing):
             on_failure=on_failure,
             **options,
         )
+        where = f"{env_num} groups of {group_n} of {env_type}, {backend}"
+        logging.getLogger(__name__).debug("%s: environments are made", where)
         self._obs: list[Any] = [None] * len(self)
         self._infos: list[dict[str, Any]] = [{} for _ in range(len(self))]
         self._done = [True] * len(self)
