@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from make_settings import cell
+
 from shoal.cli.command import Command, app_of, every
 from shoal.cli.main import COMMANDS
 
@@ -38,7 +40,8 @@ def page() -> str:
     """The whole page as Markdown."""
     found = [one for name, entry in COMMANDS.items() for one in every(entry, name)]
     rows = [
-        f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(first(command))} |\n" for name, command in found
+        f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(line(first(command)))} |\n"
+        for name, command in found
     ]
     index = "\n| command | what it does |\n|---|---|\n" + "".join(rows)
     return HEAD + index + "".join(section(name, command) for name, command in found)
@@ -57,7 +60,7 @@ def section(name: str, command: Command) -> str:
     table = "".join(rows(arguments))
     if table:
         table = f"\n| option | meaning | default |\n|---|---|---|\n{table}"
-    return f"\n## {name}\n\n`{words}`\n\n{cell(first(command))}\n{table}"
+    return f"\n## {name}\n\n`{words}`\n\n{line(first(command))}\n{table}"
 
 
 def rows(arguments: Any) -> Iterator[str]:
@@ -70,7 +73,7 @@ def rows(arguments: Any) -> Iterator[str]:
         if choices and not set(choices) <= set(meaning.replace(",", " ").split()):
             meaning = f"{meaning.rstrip('.')} ({', '.join(choices)})"
         shown = f"`{text(default)}`" if info.show_default else ""
-        yield f"| `{flag}` | {cell(meaning)} | {shown} |\n"
+        yield f"| `{flag}` | {cell(line(meaning))} | {shown} |\n"
 
 
 def flags(one: Any) -> str:
@@ -85,6 +88,11 @@ def flags(one: Any) -> str:
     return f"{', '.join(names)} {kind}{' …' if several else ''}"
 
 
+def line(words: str) -> str:
+    """Text without its line breaks."""
+    return " ".join(words.split())
+
+
 def text(default: Any) -> str:
     """A default as it is given in a shell."""
     if default is True:
@@ -92,11 +100,6 @@ def text(default: Any) -> str:
     if isinstance(default, tuple):
         return " ".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def cell(words: str) -> str:
-    """Text in a table."""
-    return " ".join(words.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from shoal.core.executors import available_cpus, ray_address
 
 Status = Literal["ok", "optional", "warning", "failed"]
 SMALL_SHM = 256 * 2**20
+SHM_USERS = "on Linux, vector environments in worker processes and Ray need it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,9 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
     try:
         about = os.statvfs(folder)
     except OSError as error:
-        return Finding("warning", f"{folder}: {error.strerror}", "worker processes and Ray need it")
+        return Finding("warning", f"{folder}: {error.strerror}", SHM_USERS)
     if not os.access(folder, os.W_OK):
-        return Finding("warning", f"{folder} cannot be written", "worker processes and Ray need it")
+        return Finding("warning", f"{folder} cannot be written", SHM_USERS)
     size = about.f_frsize * about.f_blocks
     found = f"{folder} has {size / 2**20:,.0f} MiB, {about.f_frsize * about.f_bavail / 2**20:,.0f} free"
     if size < SMALL_SHM:
