@@ -154,6 +154,13 @@ def test_a_config_whose_env_is_not_made_in_time_is_refused(place, limits):
     assert time.monotonic() - began < 18
 
 
+def test_an_env_whose_constructor_hangs_holds_up_no_other_kind():
+    with pytest.raises(ConfigError, match="took longer than 0.3 s"):
+        ParallelRolloutManager(config(make_nap=9.0, parallel={"make_timeout": 0.3}), HashEngine())
+    with ParallelRolloutManager(config(parallel={"make_timeout": 4.0}), HashEngine()):
+        pass  # while the first is still being made
+
+
 @pytest.fixture
 def lives(monkeypatch):
     """The envs that were made, and those that were closed."""

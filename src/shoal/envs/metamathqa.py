@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -239,6 +239,9 @@ def _word_answers(source: str) -> tuple[str, ...]:
 
 
 # --- the env
+CHECKERS = ("exact", "math_verify")
+
+
 @dataclass(frozen=True)
 class MetaMathQAConfig:
     """Settings of `MetaMathQAEnv`."""
@@ -255,7 +258,7 @@ class MetaMathQAConfig:
     """Attempts per question."""
     decay: float = 0.5
     """Factor on the reward of a right answer for each attempt before it."""
-    checker: Literal["exact", "math_verify"] = "exact"
+    checker: str = "exact"
     """"exact", or "math_verify" to accept also what math-verify calls equal (a process of its own)."""
     check_seconds: float = 2.0
     """CPU seconds that math-verify may take for one answer."""
@@ -263,6 +266,8 @@ class MetaMathQAConfig:
     """Reward of a response without a usable answer."""
 
     def __post_init__(self) -> None:
+        if self.checker not in CHECKERS:
+            raise ConfigError(f"checker must be one of {CHECKERS}, got {self.checker!r}")
         if not 1 <= self.min_reasoning <= self.max_reasoning <= 8:
             raise ConfigError(
                 "expected 1 <= min_reasoning <= max_reasoning <= 8, got "

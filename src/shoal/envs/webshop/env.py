@@ -27,6 +27,7 @@ from shoal.envs.webshop.catalogue import (
 from shoal.envs.webshop.generator import generate_catalogue
 from shoal.envs.webshop.scoring import NounFunction, Reward, reward, spacy_nouns, title_nouns
 
+REWARD_MODES = ("score", "win10")
 GENERATED = 3000
 """Products of a generated shop when `num_products` is not given."""
 MAX_QUERY = 1024
@@ -75,7 +76,7 @@ class WebShopConfig:
     """Products on a page of results."""
     max_results: int = 50
     """Products that a search finds at most."""
-    reward_mode: Literal["score", "win10"] = "score"
+    reward_mode: str = "score"
     """"score", the published reward in [0, 1]; or "win10", 10 for a score of 1 and else 0."""
     nouns: str = "rules"
     """How nouns of titles are found: "rules", or "spacy:MODEL" for an installed spaCy model."""
@@ -85,6 +86,8 @@ class WebShopConfig:
     """Reward of a response without a usable action."""
 
     def __post_init__(self) -> None:
+        if self.reward_mode not in REWARD_MODES:
+            raise ConfigError(f"reward_mode must be one of {REWARD_MODES}, got {self.reward_mode!r}")
         if self.nouns != "rules" and not self.nouns.startswith("spacy:"):
             raise ConfigError(f"nouns must be 'rules' or 'spacy:MODEL', got {self.nouns!r}")
         check_numbers(self, max_steps=1, page_size=1, max_results=1, num_products=1)
