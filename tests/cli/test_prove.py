@@ -95,23 +95,30 @@ def test_ray_is_equal_too(tmp_path, monkeypatch):
     assert main(["prove", "--quick", "--ray", *TINY, "--out", str(tmp_path / "run")]) == 0
 
 
+LOUD = {"an env that is gone": ("custom_envs.FrozenLakeEnv.env_type=tests.cli.test_prove:gone",)}
+
+
+def gone(**_):
+    raise RuntimeError("no such env")
+
+
 def test_a_first_training_that_fails_is_the_error_and_a_later_one_a_row(tmp_path, monkeypatch, prints):
-    broken = {"broken": ("agent_proxy.max_turn=none",)}
-    monkeypatch.setattr(prove, "BACKENDS", {**broken, "sequential": prove.BACKENDS["sequential"]})
-    assert "max_turn" in prints("prove", "--quick", *TINY, "--out", tmp_path / "first", code=2)
+    sequential = {"sequential": prove.BACKENDS["sequential"]}
+    monkeypatch.setattr(prove, "BACKENDS", {**LOUD, **sequential})
+    with pytest.raises(RuntimeError, match="no such env"):
+        main(["prove", "--quick", *TINY, "--out", str(tmp_path / "first")])
     assert json.loads((tmp_path / "first" / "summary.json").read_text())["status"] == "failed"
-    monkeypatch.setattr(prove, "BACKENDS", {"sequential": prove.BACKENDS["sequential"], **LOUD})
+    monkeypatch.setattr(prove, "BACKENDS", {**sequential, **LOUD})
     assert main(["prove", "--quick", *TINY, "--out", str(tmp_path / "second")]) == 1
     rows = json.loads((tmp_path / "second" / "summary.json").read_text())["metrics"]["rows"]
     assert [bool(row["problem"]) for row in rows] == [False, True]
     assert "no such env" in rows[1]["problem"]
 
 
-LOUD = {"an env that is gone": ("custom_envs.FrozenLakeEnv.env_type=tests.cli.test_prove:gone",)}
-
-
-def gone(**_):
-    raise RuntimeError("no such env")
+def test_a_mistake_in_the_settings_is_refused_before_a_folder_is_made(tmp_path, monkeypatch, prints):
+    monkeypatch.setattr(prove, "BACKENDS", {**prove.BACKENDS, "broken": ("agent_proxy.max_turn=none",)})
+    assert "max_turn" in prints("prove", "--quick", *TINY, "--out", tmp_path / "run", code=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_was_proved_until_ctrl_c_is_kept(tmp_path, monkeypatch):

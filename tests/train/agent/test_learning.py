@@ -26,9 +26,10 @@ def test_the_demo_crosses_the_lake_from_random_play(tmp_path, estimator):
     assert sampled.value >= 0.9
 
 
+@pytest.mark.timeout(3600)  # the imitation alone takes a slow machine more than the usual half an hour
 def test_sokoban_keeps_what_imitation_taught_it(tmp_path):
-    # What reinforcement adds is within chance (docs/learning.md).
-    overrides = ["trainer.eval_every=80", "es_manager.val.env_groups=400"]
+    # What reinforcement adds is within chance (docs/learning.md), so half of the config's iterations will do.
+    overrides = ["trainer.iterations=20", "trainer.eval_every=80", "es_manager.val.env_groups=400"]
     with AgentTrainer(compose_config("sokoban", [*overrides, f"run_dir={tmp_path / 'run'}"])) as trainer:
         run = trainer.train()
         next(run)
