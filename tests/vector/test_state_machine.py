@@ -451,18 +451,23 @@ class VectorMachine(RuleBasedStateMachine):
 
 
 def play(layout: str, examples: int, steps: int = 15, limit: float | None = None, **options: Any) -> None:
-    run_state_machine_as_test(
-        functools.partial(VectorMachine, layout, limit),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=list(HealthCheck),
-            database=None,
-            print_blob=True,
-            report_multiple_bugs=False,
-            **options,
-        ),
-    )
+    gc.collect()
+    gc.freeze()  # what tests before left, through which each collection would go
+    try:
+        run_state_machine_as_test(
+            functools.partial(VectorMachine, layout, limit),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+                print_blob=True,
+                report_multiple_bugs=False,
+                **options,
+            ),
+        )
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(("layout", "examples"), [("serial", 4), ("thread", 4), ("process", 6)])

@@ -435,7 +435,7 @@ def test_a_reader_that_goes_away_ends_the_training_quietly(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "more", [[], ["--recurrent", "lstm", "--memory-units", "8"]], ids=["plain", "recurrent"]
 )
