@@ -8,21 +8,23 @@ Without `user_llm` the agent works on a task's ticket alone, in the domains `moc
 the user, and the agent speaks to that user by the tool `respond`; the episodes are then a function of the seed only as
 far as that model's answers are.
 """
+# ruff: noqa: E402 (tau2 tells much while it is imported)
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 
 from loguru import logger
 
 logger.disable("tau2")  # it tells each step
-from tau2.gym.gym_agent import AgentGymEnv  # noqa: E402
-from tau2.registry import registry  # noqa: E402
+from tau2.gym.gym_agent import AgentGymEnv
+from tau2.registry import registry
 
-from shoal.core.data import ToolUse  # noqa: E402
-from shoal.core.errors import ConfigError  # noqa: E402
-from shoal.envs import ToolEnv  # noqa: E402
-from shoal.envs.text import Outcome, check_numbers  # noqa: E402
-from shoal.envs.tools import Tool, function_tool  # noqa: E402
+from shoal.core.data import ToolUse
+from shoal.core.errors import ConfigError, EnvError
+from shoal.envs import ToolEnv
+from shoal.envs.text import Outcome, check_numbers
+from shoal.envs.tools import Tool, function_tool
 
 DONE = "done"  # tau2's own tool, by which an agent without a user ends the episode
 
@@ -111,9 +113,14 @@ class Tau2(ToolEnv[Tau2Config]):
 
     def _step(self, action):
         try:
-            said, self._paid, self._ended, *_ = self._inner.step(action)
+            said, self._paid, self._ended, _, info = self._inner.step(action)
         except Exception as error:  # tau2 judges at the end, and may look for what the agent did not do
-            said, self._paid, self._ended = f"the result could not be judged: {error}", 0.0, True
+            self._paid, self._ended = 0.0, True
+            return f"the result could not be judged: {error}"
+        if self._ended and info["simulation_run"] == "{}":  # no failure of the agent
+            raise EnvError(
+                "tau2 ended the episode without a result, as where the user's model does not answer"
+            )
         return said
 
     def _outcome(self):
@@ -122,7 +129,8 @@ class Tau2(ToolEnv[Tau2Config]):
     def _leave(self):
         """End the episode before, which plays in a thread of tau2."""
         if self._inner is not None and not self._ended:
-            self._step(json.dumps({"name": DONE, "arguments": {}}))
+            with contextlib.suppress(EnvError):
+                self._step(json.dumps({"name": DONE, "arguments": {}}))
         self._inner = None
 
     def close(self):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.envs.actions import ToolCall
 
 CREATE = ToolCall("create_task", {"user_id": "user_1", "title": "Important Meeting"})
@@ -30,7 +30,7 @@ class AgentGymEnv:
     made: ClassVar[list] = []
 
     def __init__(self, domain, task_id, max_steps, solo_mode, user_llm, user_llm_args):
-        self.solo, self.args, self.over, self.created, self.asked = solo_mode, user_llm_args, False, 0, []
+        self.solo, self.args, self.over, self.created = solo_mode, user_llm_args, False, 0
         self.task = SimpleNamespace(id=task_id, ticket=f"Do {task_id}.")
         AgentGymEnv.made.append(self)
 
@@ -40,19 +40,22 @@ class AgentGymEnv:
         return "" if self.solo else "user: Hello, a meeting is coming up.", info
 
     def step(self, action):
-        self.asked.append(action)
+        ran = {"simulation_run": '{"id": "1"}'}
+        if action == "Are you there?":  # the user's model is gone: tau2 only logs that
+            self.over = True
+            return "", 0.0, True, False, {"simulation_run": "{}"}
         if not action.startswith("{"):
             self.over = "created" in action
             said = "" if self.over else "user: Please create the task."
-            return said, float(self.over), self.over, False, {}
+            return said, float(self.over), self.over, False, ran
         name = json.loads(action)["name"]
         if name == "create_task":
             self.created += 1
-            return 'tool: {"task_id": "task_2"}', 0.0, False, False, {}
+            return 'tool: {"task_id": "task_2"}', 0.0, False, False, ran
         self.over = True
         if not self.created:
             raise ValueError("Task task_2 not found")
-        return "", 1.0, True, False, {}
+        return "", 1.0, True, False, ran
 
 
 class Registry:
@@ -117,6 +120,14 @@ def test_what_tau2_cannot_judge_is_a_failure_and_no_fault(tau2_env):
     _, reward, terminated, _, info = env.step(DONE)
     assert (reward, terminated, info["success"]) == (0.0, True, False)
     assert "Task task_2 not found" in info["tool_results"][0]
+
+
+def test_a_user_who_does_not_answer_is_a_fault_and_no_failure_of_the_agent(tau2_env):
+    env = tau2_env.Tau2(user_llm="openai/small")
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match="without a result"):
+        env.step(ToolCall("respond", {"message": "Are you there?"}))
+    assert env.reset(seed=2)[0]
 
 
 def test_an_episode_that_is_left_is_ended_since_tau2_plays_it_in_a_thread(tau2_env):
