@@ -17,7 +17,7 @@ from tests.skills.conftest import skill, wait_for
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.graph.launchers import start_time
+from shoal.skills.graph.launchers import LOST, start_time
 from shoal.skills.graph.process import NotLearnedError
 from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.graph.store import Store
@@ -125,6 +125,13 @@ def test_a_failing_training_is_launched_n_more_times_and_then_fails(tmp_path: Pa
     assert len(launcher.launched) == 3  # one launch and two retries
     assert failed == [("Collect Wood", "nan loss")]
     assert [attempt.outcome for attempt in s.store.attempts()] == ["failed"] * 3
+
+
+def test_a_training_that_is_lost_with_its_machine_uses_up_no_retry(tmp_path: Path, scripted) -> None:
+    launcher = scripted(lambda folder, attempt: LOST if attempt < 4 else launcher.finish(folder, attempt))
+    s = scheduler(tmp_path, launcher, WOOD, max_retries=0)
+    assert s.run(), s.get_failed_skills()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["lost"] * 3 + ["merged"]
 
 
 def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_path: Path, scripted) -> None:

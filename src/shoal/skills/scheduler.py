@@ -25,6 +25,7 @@ from shoal.core.run_folder import FolderLock
 from shoal.core.seeding import derive_seed
 from shoal.core.workers import command_lines
 from shoal.skills.graph.launchers import (
+    LOST,
     Handle,
     Launcher,
     LocalLauncher,
@@ -79,7 +80,8 @@ class SkillScheduler:
         base_dir: the folder; what is in it already is continued.
         max_parallel: trainings at a time, whatever the number of GPUs.
         poll_interval: seconds between looks at batch jobs of SLURM; other trainings are noticed when they end.
-        max_retries: how often a failed training is launched again, from its last checkpoint.
+        max_retries: how often a failed training is launched again, from its last checkpoint; one that is lost with
+            its machine always is.
         world: "crafting", "craftax-classic", "craftax", or `module:Class` of your own.
         launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.graph.launchers.Launcher`).
         seed: run seed.
@@ -439,7 +441,7 @@ class SkillScheduler:
             if failure.full:
                 self._finish(attempt, "stopped", NO_ROOM)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
-            unseen: End = "lost" if how == UNSEEN and failure.reason is None else "failed"
+            unseen: End = "lost" if how in (UNSEEN, LOST) and failure.reason is None else "failed"
             end = "exhausted" if failure.final else unseen
             self._finish(attempt, end, failure.reason or f"{how}; {error}", self.max_retries)
             return

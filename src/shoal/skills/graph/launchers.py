@@ -27,6 +27,8 @@ from shoal.core.executors import connect_ray
 from shoal.core.files import cache_folder
 
 Handle = dict[str, Any]
+LOST = "its machine is gone"
+"""What `poll` says of a training that ended with its machine, which is no fault of its own."""
 
 
 class Launcher(Protocol):
@@ -227,6 +229,8 @@ class RayLauncher:
             if not self._ray.wait([task], timeout=0)[0]:
                 return None
             return exit_words(self._ray.get(task))
+        except self._ray.exceptions.NodeDiedError:
+            return LOST
         except Exception as error:  # whatever Ray says, the training is over
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"
 
