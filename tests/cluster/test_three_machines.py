@@ -306,7 +306,7 @@ found, lost, reasons = [], [], []
 
 def learn(number):
     launcher = {"launcher": RayLauncher()} if os.environ.get("MACHINES") else {}
-    scheduler = SkillScheduler(base / str(number), 3, 0.2, config=replace(QUICK, total_timesteps=8192), **launcher,
+    scheduler = SkillScheduler(base / str(number), 3, 0.2, config=replace(QUICK, total_timesteps=16384), **launcher,
                                on_event=lambda event: reasons.append(str(event)))
     for name in ("Collect Wood", "Drink Water", "Collect Sapling"):
         scheduler.add_skill(name, skills[name])
@@ -334,7 +334,7 @@ def test_skills_on_them_are_the_experts_of_one_process(machines):
     calm = of(machines.run(SKILLS, str(shared / "calm")))
     assert calm["found"][0][0]
     assert len(calm["found"][0]) == 4
-    found, errors = play_with_kills(machines, SKILLS, str(shared / "spread"), after=4.0)
+    found, errors = play_with_kills(machines, SKILLS, str(shared / "spread"), after=3.5)
     assert found["found"] == calm["found"], errors
     assert found["untouched"] == 0, errors
     alone = machines.start(SKILLS, str(machines.hidden / "skills"), stderr=subprocess.DEVNULL, MACHINES="yes")
