@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,11 @@ class Machines:
         """Of Ray's head."""
         return f"10.77.0.{HEAD}:{PORT}"
 
-    def add(self, number: int) -> None:
-        """Start a machine and its node of Ray, which joins a while later; the first is waited for."""
+    def add(self, number: int, command: Sequence[str] = ()) -> None:
+        """Start a machine and its node of Ray, which joins a while later; the first is waited for.
+
+        With `command` the machine runs that instead of Ray.
+        """
         name = f"{self.prefix}n{number}"
         if number not in self._names:
             outer, inner = f"v{os.getpid() % 10_000}n{number}", f"e{os.getpid() % 10_000}n{number}"
@@ -81,20 +84,10 @@ class Machines:
             _ip("-n", name, "link", "set", inner, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             self._names.add(number)
-        # Ray gives a node half a minute to begin; on a busy machine that takes a second attempt.
-        ray = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", str(Path(sys.executable).parent / "ray")]
-        ray += ["start", "--block", f"--num-cpus={0 if number == HEAD else 4}"]
-        ray += [
-            f"--node-ip-address=10.77.0.{number}",
-            "--object-store-memory=80000000",
-            "--disable-usage-stats",
-        ]
-        ray += [f'--resources={{"machine{number}": 100}}', *PORTS]
-        head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        ray += head if number == HEAD else [f"--address={self.address}"]
         log = self.folder / f"node{number}.log"
         with log.open("wb") as output:
-            self.nodes[number] = node = self._spawn(number, ray, stdout=output, stderr=output)
+            program = list(command) or self._node_of_ray(number)
+            self.nodes[number] = node = self._spawn(number, program, stdout=output, stderr=output)
         if number == HEAD:  # which the others join
             end = time.monotonic() + START_SECONDS
             while b"Ray runtime started" not in log.read_bytes():
@@ -175,6 +168,19 @@ class Machines:
                 *command,
             ]
         return subprocess.Popen(wrapped, env=environment, start_new_session=True, **pipes)
+
+    def _node_of_ray(self, number: int) -> list[str]:
+        # Ray gives a node half a minute to begin; on a busy machine that takes a second attempt.
+        ray = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", str(Path(sys.executable).parent / "ray")]
+        ray += ["start", "--block", f"--num-cpus={0 if number == HEAD else 4}"]
+        ray += [
+            f"--node-ip-address=10.77.0.{number}",
+            "--object-store-memory=80000000",
+            "--disable-usage-stats",
+        ]
+        ray += [f'--resources={{"machine{number}": 100}}', *PORTS]
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        return ray + (head if number == HEAD else [f"--address={self.address}"])
 
     def _own(self, number: int) -> Path:
         return self.folder / f"machine{number}"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,7 +74,9 @@ small = [
     "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=0", "warmup.rehearsal=0",
     "agent_proxy.max_tokens=2", "agent_proxy.use_parallel_rollout=true", "algorithm.learning_rate=0.003",
     "algorithm=grpo", "algorithm.kl.coef=0", "trainer.tensorboard=false", "trainer.stop_at_success=null",
-    "trainer.stop_on_collapse=false", "trainer.eval_every=100", "rewards=[env, {function: 'their_reward:score'}]",
+    "trainer.stop_on_collapse=false", "trainer.eval_every=100",
+    "rewards=[env, {function: 'their_reward:score'}, "
+    "{name: judge, weight: 0.5, concurrency: 2, model: {base_url: 'http://10.77.0.9:8009/v1', model: scripted}}]",
     f"trainer.iterations={iterations}", f"run_dir={folder}", "trainer.save_trajectories_every=1",
 ]
 with AgentTrainer(compose_config("base", [*small, *settings])) as trainer:
@@ -86,6 +89,28 @@ with AgentTrainer(compose_config("base", [*small, *settings])) as trainer:
     say(weights=weights_sha256(trainer.policy.module))
 """
 )
+JUDGE = """
+import hashlib, json, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        time.sleep(0.2)
+        score = hashlib.sha256(asked.encode()).digest()[0] / 255
+        message = {"role": "assistant", "content": f"<score>{score}</score>"}
+        said = {"id": "x", "object": "chat.completion", "created": 0, "model": "scripted",
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+        body = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+ThreadingHTTPServer(("", 8009), Judge).serve_forever()
+"""
+JUDGING = [sys.executable, "-c", JUDGE]
 THEIR_ENV = (
     (REPO / "tests/train/agent/lag_env.py").read_text().replace("nap: float = 0.0", "nap: float = 0.05")
 )
@@ -128,7 +153,8 @@ def heard(process, log):
 def play_with_kills(machines, program, *arguments, kills=KILLS, after=0.4):
     """Run a program piece by piece; while it works on one, machine 2 or 3 dies, which then joins again.
 
-    Machine 3 joins only after the first piece. Returns what the program said last, and its errors.
+    So does the judge's machine, where there is one. Machine 3 joins only after the first piece. Returns what the
+    program said last, and its errors.
     """
     log = machines.folder / "program.log"
     with log.open("w") as errors:
@@ -143,6 +169,9 @@ def play_with_kills(machines, program, *arguments, kills=KILLS, after=0.4):
                 machines.add(dying)
                 if 3 not in machines.nodes:
                     machines.add(3)
+                if 9 in machines.nodes:
+                    machines.kill(9)
+                    machines.add(9, JUDGING)
             assert heard(process, log) == {"ready": kills}
             out, _ = process.communicate("stop\n", timeout=300)
         finally:
@@ -169,7 +198,8 @@ def trained(machines, theirs, name, *settings, kills=0):
 
 
 def test_training_on_them_gives_the_weights_of_one_process(machines, theirs):
-    """Episodes, replicas of the sampler and rewards; a machine dies in each iteration, and one joins late."""
+    """Episodes, replicas of the sampler and rewards; two machines die in each iteration, and one joins late."""
+    machines.add(9, JUDGING)
     calm, _ = trained(machines, theirs, "calm", "agent_proxy.parallel.backend=serial")
     spread = [
         "agent_proxy.parallel.backend=ray",
@@ -187,6 +217,8 @@ def test_training_on_them_gives_the_weights_of_one_process(machines, theirs):
         for run in ("calm", "spread")
     ]
     assert episodes[0] == episodes[1]
+    assert b"<score>" in episodes[0][0]
+    machines.kill(9)
 
 
 VECTOR = (
