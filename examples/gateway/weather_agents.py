@@ -11,13 +11,15 @@ INSTRUCTIONS = """Say what to bring. First ask for the weather:
 <tool_call>
 {"name": "weather", "arguments": {}}
 </tool_call>
-Then answer {"bring": "umbrella"}, {"bring": "boots"}, {"bring": "hat"} or {"bring": "coat"}."""
+Then answer what it is, and umbrella, boots, hat or coat:
+{"weather": "...", "bring": "..."}"""
 agents.set_tracing_disabled(True)
 
 
 class Advice(BaseModel):
-    """What to bring."""
+    """What to bring for which weather."""
 
+    weather: Literal["rain", "snow", "sun", "wind"]
     bring: Literal["umbrella", "boots", "hat", "coat"]
 
 
@@ -39,4 +41,4 @@ async def play(task, base_url):
             result = await agents.Runner.run(agent, "I go out.", context=sky, max_turns=3)
         except (agents.ModelBehaviorError, agents.MaxTurnsExceeded):  # no JSON, or no end of calls
             return 0.0
-    return float(result.final_output.bring == NEEDED[sky])
+    return float(result.final_output == Advice(weather=sky, bring=NEEDED[sky]))

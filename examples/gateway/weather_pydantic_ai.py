@@ -14,15 +14,16 @@ INSTRUCTIONS = """Say what to bring. First ask for the weather:
 <tool_call>
 {"name": "weather", "arguments": {}}
 </tool_call>
-Then answer umbrella, boots, hat or coat:
+Then answer what it is, and umbrella, boots, hat or coat:
 <tool_call>
-{"name": "final_result", "arguments": {"bring": "hat"}}
+{"name": "final_result", "arguments": {"weather": "...", "bring": "..."}}
 </tool_call>"""
 
 
 class Advice(BaseModel):
-    """What to bring."""
+    """What to bring for which weather."""
 
+    weather: Literal["rain", "snow", "sun", "wind"]
     bring: Literal["umbrella", "boots", "hat", "coat"]
 
 
@@ -45,4 +46,4 @@ async def play(task, base_url):
             result = await agent.run("I go out.", model=model, deps=sky, usage_limits=limits)
         except (UnexpectedModelBehavior, UsageLimitExceeded):  # no call that fits, or no end of calls
             return 0.0
-    return float(result.output.bring == NEEDED[sky])
+    return float(result.output == Advice(weather=sky, bring=NEEDED[sky]))

@@ -11,9 +11,9 @@ INSTRUCTIONS = """Say what to bring. First ask for the weather:
 <tool_call>
 {"name": "weather", "arguments": {}}
 </tool_call>
-Then answer umbrella, boots, hat or coat:
+Then answer what it is, and umbrella, boots, hat or coat:
 <tool_call>
-{"name": "final_answer", "arguments": {"answer": "hat"}}
+{"name": "final_answer", "arguments": {"answer": {"weather": "...", "bring": "..."}}}
 </tool_call>"""
 
 PROMPTS = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": INSTRUCTIONS}  # the package's own has 2,000 tokens
@@ -44,4 +44,4 @@ def play(task, base_url):
         max_steps=3,
         verbosity_level=LogLevel.OFF,
     )
-    return float(agent.run("I go out.") == NEEDED[sky])
+    return float(agent.run("I go out.") == {"weather": sky, "bring": NEEDED[sky]})
