@@ -43,31 +43,15 @@ def put(page: str, name: str, text: str) -> None:
 
 # Vector environments
 
-SPEED_COLUMNS = (
-    "ideal",
-    "ideal (first ready)",
-    "shoal",
-    "shoal recv/send",
-    "shoal process",
-    "shoal thread",
-    "shoal serial",
-    "shoal async",
-    "gymnasium sync",
-    "gymnasium async",
-    "sb3 dummy",
-    "sb3 subproc",
-    "pufferlib 1 worker",
-    "pufferlib 2 workers",
-)
-BATCH_COLUMNS = ("shoal", "shoal native", "vector entry point", "envpool")
-RATIO_COLUMNS = (
-    "shoal / best Python peer",
-    "shoal / gymnasium sync",
-    "shoal / ideal",
-    "shoal recv/send / ideal (first ready)",
-    "shoal / best of its backends",
-)
-DROP_IN = "shoal async / gymnasium async"
+COLUMNS = {
+    "shoal / gymnasium sync": "Gymnasium's `SyncVectorEnv`",
+    "shoal / best Python peer": "best Python peer",
+    "shoal / ideal": "ideal",
+    "shoal recv/send / ideal (first ready)": "`recv`, `send`: ideal",
+    "shoal / best of its backends": "best of its backends",
+    "shoal async / gymnasium async": "`AsyncVectorEnv`: Gymnasium's",
+}
+"""Ratios, and the heads of their columns."""
 BUSY = ", a core busy"
 FAULT_COLUMNS = ("shoal", "shoal restart", "gymnasium async", "sb3 subproc", "pufferlib")
 
@@ -81,35 +65,23 @@ def by_case(part: str, key: str, *, busy: bool = False) -> dict[str, dict[str, d
     return cases
 
 
-def speed(columns: tuple[str, ...] = SPEED_COLUMNS) -> str:
-    """Steps a second; below them the CPU time of one step."""
-    lines = []
-    for case, found in by_case("rows", "subject").items():
-        if any(name in found for name in columns[1:] if not name.startswith("shoal")):
-            lines.append([case, *(_speed(found.get(name)) for name in columns)])
-    return table(["case", *columns], lines)
-
-
-def batches() -> str:
-    return speed(BATCH_COLUMNS)
+def speed() -> str:
+    """Of each case the steps a second, and the median of each ratio, its range, and its goal where it has one."""
+    speeds, busy = by_case("rows", "subject"), by_case("ratios", "ratio", busy=True)
+    lines = [
+        [
+            case,
+            _speed(speeds[case].get("shoal")),
+            *(_ratio(found.get(name)) for name in COLUMNS),
+            _ratio(busy.get(case, {}).get("shoal / gymnasium sync")),
+        ]
+        for case, found in by_case("ratios", "ratio").items()
+    ]
+    return table(["case", "steps a second", *COLUMNS.values(), "a core busy: `SyncVectorEnv`"], lines)
 
 
 def _speed(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    if row["value"] is None:
-        return row["error"].partition(":")[0]
-    cpu = f" ({1e6 * row['cpu_seconds'] / row['steps']:.1f})" if row.get("steps") else ""
-    return f"{row['value']:,.0f}{cpu}"
-
-
-def ratios() -> str:
-    """The median of each ratio, its range, and its goal where it has one."""
-    lines = [
-        [case, *(_ratio(found.get(name)) for name in RATIO_COLUMNS)]
-        for case, found in by_case("ratios", "ratio").items()
-    ]
-    return table(["case", *RATIO_COLUMNS], lines)
+    return "-" if row is None or row["value"] is None else f"{row['value']:,.0f}"
 
 
 def _ratio(row: dict[str, Any] | None) -> str:
@@ -117,28 +89,6 @@ def _ratio(row: dict[str, Any] | None) -> str:
         return "-"
     goal = f"; goal {row['goal']:g}{'' if row['met'] else ' **missed**'}" if "goal" in row else ""
     return f"{row['value']:.2f} ({row['min']:.2f} to {row['max']:.2f}{goal})"
-
-
-def drop_in() -> str:
-    """Shoal's `AsyncVectorEnv` beside the class whose constructor it has."""
-    speeds = by_case("rows", "subject")
-    names = DROP_IN.split(" / ")
-    lines = [
-        [case, *(_speed(speeds[case][name]) for name in names), _ratio(found[DROP_IN])]
-        for case, found in by_case("ratios", "ratio").items()
-        if DROP_IN in found
-    ]
-    return table(["case", "shoal.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv", "ratio"], lines)
-
-
-def busy_core() -> str:
-    """What is left when another process keeps one core busy."""
-    columns = ("shoal / gymnasium sync", "shoal / ideal")
-    lines = [
-        [case, *(_ratio(found.get(name)) for name in columns)]
-        for case, found in by_case("ratios", "ratio", busy=True).items()
-    ]
-    return table(["case", *columns], lines)
 
 
 def faults() -> str:
@@ -164,8 +114,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def write_vector() -> None:
-    made = {"ratios": ratios, "drop-in": drop_in, "busy core": busy_core, "speed": speed, "batches": batches}
-    for name, make in {**made, "faults": faults}.items():
+    for name, make in {"speed": speed, "faults": faults}.items():
         put("vector-results.md", name, make())
 
 
