@@ -97,6 +97,14 @@ def test_calls_and_results_without_ids_stand_as_they_came_and_ids_on_one_side_ar
         assert (status, wrong in answer["error"]["message"]) == (400, True), answer
 
 
+@wires
+def test_the_one_result_of_the_one_call_needs_no_id(path, body):
+    served = gateway(Says("done"))
+    assert ask(served, path, body([(None, "7")], ids=("a",)))[0] == 200
+    [recorded] = served.sessions["a"].calls
+    assert "7" in recorded.turns[-1][1]
+
+
 def test_an_answer_in_two_messages_has_the_results_of_both():
     body = chat_body([("b", "2"), ("a", "1")], ids=("a",))
     body["messages"].insert(2, chat_body([], ids=("b",))["messages"][1])

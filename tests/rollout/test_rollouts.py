@@ -338,6 +338,9 @@ def test_settings_that_cannot_run_are_refused():
             ParallelRolloutManager(config(), HashEngine(), n_jobs=wrong)
     with pytest.raises(ConfigError, match="side must be 'train' or 'val', got 'test'"):
         ParallelRolloutManager(config(), HashEngine(), side="test")
+    for plural, backend in (("threads", "thread"), ("processes", "process")):  # as they were spelled before
+        with ParallelRolloutManager(config(), HashEngine(), backend=plural) as manager:
+            assert manager.backend == backend
 
 
 @pytest.mark.parametrize("backend", ["serial", "process"])

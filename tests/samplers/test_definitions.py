@@ -123,3 +123,17 @@ def test_a_model_that_is_not_here_or_unknown_says_how_to_get_it(cache):
         resolve_model("smollm")
     with pytest.raises(UnknownNameError, match="smollm2"):
         get_model("smollm3")
+
+
+def test_programs_that_import_samplers_from_rollout_get_the_same_classes():
+    from shoal.rollout.samplers.sampler import Completion
+    from shoal.rollout.samplers.scripted import ScriptedEngine
+    from shoal.rollout.samplers.tokenizers import TinyTokenizer
+
+    from shoal.rollout.samplers.batching import as_sampler
+    from shoal.samplers import asking, sampler, scripted, tokenizers
+
+    assert as_sampler is asking.SamplerClient
+    assert Completion is sampler.Completion
+    assert ScriptedEngine is scripted.ScriptedEngine
+    assert TinyTokenizer is tokenizers.TinyTokenizer

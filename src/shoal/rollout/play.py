@@ -50,6 +50,8 @@ INTERRUPTED_SECONDS = 30.0
 """For which the present steps of envs are waited for after Ctrl-C."""
 OTHER_ROLLOUT_SECONDS = 10.0
 """For which a rollout in another thread may end when the player is closed."""
+PLURALS = {"threads": "thread", "processes": "process"}
+"""How backends were spelled before, which programs still say."""
 CLOSED = "the rollout was ended: its manager was closed"
 
 
@@ -606,7 +608,7 @@ class ParallelRolloutManager(TrajectoryCollector):
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
         chosen = backend or proxy.parallel.backend
-        self.backend: str = "process" if chosen == "auto" else chosen
+        self.backend: str = {"auto": "process", **PLURALS}.get(chosen, chosen)
         if self.backend not in get_args(Backend):
             near = did_you_mean(self.backend, get_args(Backend))
             raise ConfigError(f"no rollout backend named {self.backend!r}.{near}")

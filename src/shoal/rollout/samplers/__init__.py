@@ -1,0 +1,12 @@
+"""The name that `shoal.samplers` had before: programs that import these modules by it get the same ones."""
+
+import sys
+from importlib import import_module
+
+for _name, _now in {
+    "sampler": "sampler",
+    "scripted": "scripted",
+    "tokenizers": "tokenizers",
+    "openai": "servers.openai",
+}.items():
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"shoal.samplers.{_now}")
