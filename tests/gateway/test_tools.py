@@ -103,6 +103,8 @@ def test_the_one_result_of_the_one_call_needs_no_id(path, body):
     assert ask(served, path, body([(None, "7")], ids=("a",)))[0] == 200
     [recorded] = served.sessions["a"].calls
     assert "7" in recorded.turns[-1][1]
+    status, answer = ask(served, path, body([("a", "7")], ids=(None,)))
+    assert (status, "the calls have no ids" in answer["error"]["message"]) == (400, True), answer
 
 
 def test_an_answer_in_two_messages_has_the_results_of_both():

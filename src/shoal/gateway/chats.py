@@ -339,8 +339,8 @@ def _ordered(answers: Sequence[Part], results: Sequence[Part]) -> list[Part]:
     try:
         if len(ids) != len(named_ids) and not any([*ids, *named_ids]):
             raise ValueError(f"{len(ids)} calls without ids have {len(named_ids)} results")
-        one_of_each = len(ids) == len(named_ids) == 1
-        if ids and named_ids and not one_of_each and any(ids) != any(named_ids):
+        plain = len(ids) == len(named_ids) == 1 and not any(named_ids)  # the one result of the one call
+        if ids and named_ids and not plain and any(ids) != any(named_ids):
             lacks, has = ("results have", "calls do") if any(ids) else ("calls have", "results do")
             raise ValueError(f"the {lacks} no ids, while their {has}")
         return in_order_of_calls(ids, list(zip(named_ids, results, strict=True)))

@@ -3,10 +3,5 @@
 import sys
 from importlib import import_module
 
-for _name, _now in {
-    "sampler": "sampler",
-    "scripted": "scripted",
-    "tokenizers": "tokenizers",
-    "openai": "servers.openai",
-}.items():
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"shoal.samplers.{_now}")
+for _name in ("sampler", "scripted", "tokenizers"):
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"shoal.samplers.{_name}")
