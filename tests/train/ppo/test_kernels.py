@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import threading
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.executors import OwnThread
 from shoal.maths.updates import gae
 from shoal.train.ppo.arrays.spaces import ActionRows
+from shoal.train.ppo.compiled import network
 from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates, when_compiling
 from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic
+from shoal.train.ppo.ppo import PPO
 
 SPACES = {
     "discrete": spaces.Discrete(2),
@@ -241,3 +245,38 @@ def test_who_waits_for_numba_is_told_once_and_only_while_something_is_compiled(t
     with when_compiling(lambda: told.append("compiling")):
         assert runpy.run_path(str(kernels))["answers"] == (2, 22, 23)
     assert len(told) == 2
+
+
+@pytest.mark.parametrize(("kind", "target_kl"), [("multi", 0.0), ("box", 0.0), ("discrete", 0.006)])
+def test_an_update_in_two_threads_has_the_same_bytes(monkeypatch, kind, target_kl):
+    helpers = []
+    monkeypatch.setattr(network, "OwnThread", lambda name: helpers.append(name) or OwnThread(name))
+    monkeypatch.setattr(network, "LEAST_WORK", 0)
+    found = []
+    for assisted in (False, True):
+        fast, _, actions = learners(SPACES[kind], 5, (64, 48))
+        fast.assisted = assisted
+        rng = np.random.default_rng(6)
+        obs, noise, masks = sample(actions, 500, 5, rng)
+        chosen, logprobs = play(fast, actions, obs, noise, masks)
+        numbers = rng.standard_normal((3, 500)).astype(np.float32)
+        orders = np.stack([rng.permutation(500) for _ in range(4)])
+        batch = UpdateBatch(obs, chosen, logprobs, *numbers, masks, orders)
+        rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, target_kl, True, 1e-5, 64)
+        told = [fast.update(batch, rates) for _ in range(3)]
+        assert (told[0].n_minibatches < 32) == (target_kl > 0)
+        found.append((told, fast.weights.tobytes(), fast.second.tobytes()))
+    assert found[0] == found[1]
+    assert len(helpers) == 3
+    left = [thread for thread in threading.enumerate() if thread.name == helpers[0]]
+    for thread in left:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_two_workers_leave_their_cores_to_the_update_where_another_one_is_free(monkeypatch, free):
+    monkeypatch.setattr("shoal.train.ppo.collect.free_cpus", lambda: free)
+    with PPO("CartPole-v1", n_envs=4, n_steps=16, backend="process", num_workers=2, seed=0) as ppo:
+        ppo.learn(64)
+        assert ppo.agent.learner.assisted == (free > 1)

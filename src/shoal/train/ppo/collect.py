@@ -195,6 +195,8 @@ class Experience:
 
     def _start(self, total_timesteps: int | None) -> None:
         self.workers = self._choose_workers(total_timesteps)
+        if isinstance(learner := self.agent.learner, CompiledLearner):  # while it learns, its workers rest
+            learner.assisted = self.workers > 1 and free_cpus() > 1
         collector = self._make_collector()
         if isinstance(collector, WorkerSteps):
             self.workers = collector.envs.num_envs  # fewer where smaller shares would end no sooner

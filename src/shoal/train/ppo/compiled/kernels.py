@@ -7,7 +7,8 @@ network is `dims`, an int64 array `[inputs, hidden_1, ..., hidden_L, outputs]` w
 multiples of 16; its parameters lie one after the other from an offset on: `W [in, out]` and `b [out]` for each
 hidden layer, then `W [outputs, hidden_L]` and `b [outputs]`. Padded units hold zeros and keep them.
 
-An update is one call: every epoch and minibatch of it, without Python in between.
+An update is one call: every epoch and minibatch of it, without Python in between. The halves of a minibatch, the
+actor's and the critic's, meet in nothing but Adam: two threads can have one each, and the bytes are the same.
 """
 
 from __future__ import annotations
@@ -608,6 +609,59 @@ def minibatch(orders: Array, batch_size: int, number: int) -> Array:
 
 
 @_compiled
+def actor_half(
+    weights: Array, dims: Array, activation: int, groups: Array, std_at: int, rows: Array, obs: Array,
+    choices: Array, points: Array, masks: Array, old_logprobs: Array, advantages: Array, settings: Array,
+    stats: Array, gradient: Array, hidden: Array, delta: Array, below: Array, transposed: Array,
+) -> None:  # fmt: skip
+    """The loss of the policy on the rows of a minibatch, and the gradient of its parameters."""
+    m, outputs = rows.size, dims[-1]
+    x, scaled = np.empty(m * dims[0], np.float32), np.empty(m, np.float32)
+    out, d_out = np.empty(m * outputs, np.float32), np.empty(m * outputs, np.float32)
+    gather(obs, rows, x)
+    normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
+    forward(weights, 0, dims, activation, m, x, 0, hidden, out)
+    if groups.size == 0:
+        log_std, d_log_std = weights[std_at : std_at + outputs], gradient[std_at : std_at + outputs]
+        points_loss(out, m, rows, log_std, points, old_logprobs, scaled, settings, stats, d_out, d_log_std)
+    else:
+        choices_loss(out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, stats, d_out)
+    backward(weights, gradient, 0, dims, activation, m, x, hidden, d_out, delta, below, transposed)
+
+
+@_compiled
+def critic_half(
+    weights: Array, at: int, dims: Array, activation: int, rows: Array, obs: Array, returns: Array,
+    old_values: Array, settings: Array, stats: Array, gradient: Array, hidden: Array, delta: Array, below: Array,
+    transposed: Array,
+) -> None:  # fmt: skip
+    """The loss of the critic on the rows of a minibatch, and the gradient of its parameters."""
+    m = rows.size
+    x, out, d_out = np.empty(m * dims[0], np.float32), np.empty(m, np.float32), np.empty(m, np.float32)
+    gather(obs, rows, x)
+    forward(weights, at, dims, activation, m, x, 0, hidden, out)
+    value_loss(out, m, rows, returns, old_values, settings, stats, d_out)
+    backward(weights, gradient, at, dims, activation, m, x, hidden, d_out, delta, below, transposed)
+
+
+@_compiled
+def step(
+    weights: Array, first: Array, second: Array, gradient: Array, count: int, settings: Array, one: Array,
+    sums: Array,
+) -> bool:  # fmt: skip
+    """Adam's step after the halves of a minibatch; False where it is the last one, or was not taken at all."""
+    if sums[UPDATES] == 0:
+        sums[FIRST_KL] = one[KL]
+    if settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]:
+        return False  # the step that went too far is measured, not taken
+    one[GRADIENT_NORM] = adam(weights, first, second, gradient, count + 1, settings)
+    for k in range(UPDATES):
+        sums[k] += one[k]
+    sums[UPDATES] += 1
+    return math.isfinite(one[GRADIENT_NORM])
+
+
+@_compiled
 def update(
     weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array, critic_at: int,
     activation: int, groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array, choices: Array,
@@ -615,43 +669,21 @@ def update(
     settings: Array, gradient: Array, hidden: Array, delta: Array, below: Array, transposed: Array,
 ) -> Array:  # fmt: skip
     """Every epoch (`orders[epochs, B]`) and minibatch; the parameters and Adam's moments change in place."""
-    outputs = actor[-1]
-    gaussian = groups.size == 0
-    x = np.empty(batch_size * actor[0], np.float32)
-    out = np.empty(batch_size * outputs, np.float32)
-    d_out = np.empty(batch_size * outputs, np.float32)
-    scaled = np.empty(batch_size, np.float32)
     sums, one = np.zeros(8, np.float64), np.zeros(8, np.float32)
-    log_std = weights[std_at : std_at + outputs] if gaussian else weights[:0]
-    d_log_std = gradient[std_at : std_at + outputs] if gaussian else gradient[:0]
     for number in range(1, orders.shape[0] * ((orders.shape[1] + batch_size - 1) // batch_size) + 1):
         rows = minibatch(orders, batch_size, number)
-        m = rows.size
         one[:] = 0
-        gather(obs, rows, x)
-        normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
-        forward(weights, 0, actor, activation, m, x, 0, hidden, out)
-        if gaussian:
-            points_loss(out, m, rows, log_std, points, old_logprobs, scaled, settings, one, d_out, d_log_std)
-        else:
-            choices_loss(out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, one, d_out)
-        backward(weights, gradient, 0, actor, activation, m, x, hidden, d_out, delta, below, transposed)
-        forward(weights, critic_at, critic, activation, m, x, 0, hidden, out)
-        value_loss(out, m, rows, returns, old_values, settings, one, d_out)
-        backward(
-            weights, gradient, critic_at, critic, activation, m, x, hidden, d_out, delta, below, transposed
-        )
-        if number == 1:
-            sums[FIRST_KL] = one[KL]
-        if settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]:
-            break  # the step that went too far is measured, not taken
-        count += 1
-        one[GRADIENT_NORM] = adam(weights, first, second, gradient, count, settings)
-        for k in range(UPDATES):
-            sums[k] += one[k]
-        sums[UPDATES] += 1
-        if not math.isfinite(one[GRADIENT_NORM]):
+        actor_half(
+            weights, actor, activation, groups, std_at, rows, obs, choices, points, masks, old_logprobs,
+            advantages, settings, one, gradient, hidden, delta, below, transposed,
+        )  # fmt: skip
+        critic_half(
+            weights, critic_at, critic, activation, rows, obs, returns, old_values, settings, one, gradient,
+            hidden, delta, below, transposed,
+        )  # fmt: skip
+        if not step(weights, first, second, gradient, count, settings, one, sums):
             break
+        count += 1
     for k in range(UPDATES):
         sums[k] /= max(sums[UPDATES], 1.0)
     return sums

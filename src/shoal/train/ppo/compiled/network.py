@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shoal.core.executors import OwnThread
+
 Array = np.ndarray
 NO_MASKS = np.zeros((0, 0), np.uint8)
+LEAST_WORK = 1_000_000
+"""Samples of a minibatch times weights, from which on its halves take longer than another thread takes to begin."""
 
 
 class UpdateStats(NamedTuple):
@@ -103,6 +108,9 @@ class CompiledNetwork:
 
         self.shape, self._kernels = shape, kernels
         self.count = 0  # Adam steps taken
+        self.assisted = (
+            False  # a second thread has the critic's half of large minibatches; the bytes are the same
+        )
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
@@ -147,12 +155,14 @@ class CompiledNetwork:
         choices = batch.actions if discrete else np.zeros((0, 0), np.int64)
         points = np.zeros((0, 0), np.float32) if discrete else batch.actions
         masks = batch.masks if batch.masks.size else NO_MASKS
-        result = kernels.update(
+        arguments = (
             self.weights, self.first, self.second, self.count, self.actor, self.critic, self.critic_at,
             self._activation, self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices,
             points, masks, batch.logprobs, batch.advantages, batch.returns, batch.values, settings,
             self._gradient, self._hidden, self._delta, self._below, self._transposed,
         )  # fmt: skip
+        helped = self.assisted and rates.batch_size * self.weights.size >= LEAST_WORK
+        result = in_two_threads(kernels, *arguments) if helped else kernels.update(*arguments)
         policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
         self.count += int(taken)
         return UpdateStats(policy, critic, entropy, kl, clipped, norm, int(taken), first_kl)
@@ -175,6 +185,39 @@ class CompiledNetwork:
         self._delta = np.zeros(rows * self._widest, np.float32)
         self._below = np.zeros(rows * self._widest, np.float32)
         self._transposed = np.zeros(self._widest**2, np.float32)
+
+
+def in_two_threads(
+    kernels: Any, weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array,
+    critic_at: int, activation: int, groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array,
+    choices: Array, points: Array, masks: Array, old_logprobs: Array, advantages: Array, returns: Array,
+    old_values: Array, settings: Array, gradient: Array, hidden: Array, delta: Array, below: Array,
+    transposed: Array,
+) -> Array:  # fmt: skip
+    """`kernels.update`, with the critic's half of each minibatch in a thread of its own."""
+    sums, one = np.zeros(8, np.float64), np.zeros(8, np.float32)
+    own = [np.empty_like(room) for room in (hidden, delta, below, transposed)]
+    helper = OwnThread("shoal-critic")
+    try:
+        for number in range(1, len(orders) * -(-orders.shape[1] // batch_size) + 1):
+            rows = kernels.minibatch(orders, batch_size, number)
+            one[:] = 0
+            critics = helper.submit(functools.partial(
+                kernels.critic_half, weights, critic_at, critic, activation, rows, obs, returns, old_values,
+                settings, one, gradient, *own,
+            ))  # fmt: skip
+            kernels.actor_half(
+                weights, actor, activation, groups, std_at, rows, obs, choices, points, masks, old_logprobs,
+                advantages, settings, one, gradient, hidden, delta, below, transposed,
+            )  # fmt: skip
+            critics.result()
+            if not kernels.step(weights, first, second, gradient, count, settings, one, sums):
+                break
+            count += 1
+    finally:
+        helper.end()
+    sums[: kernels.UPDATES] /= max(sums[kernels.UPDATES], 1.0)
+    return sums
 
 
 def n_parameters(dims: Array) -> int:
