@@ -94,15 +94,9 @@ def latency(rng: np.random.Generator) -> float:
 class Waiting(Ticking):
     """A step that waits for something else, as for a browser or a server."""
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin a stream of latencies from the seed."""
-        if seed is not None:
-            self.latencies = np.random.default_rng(seed)
-        return super().reset(seed=seed)
-
     def work(self) -> None:
         """Wait."""
-        time.sleep(latency(self.latencies))
+        time.sleep(latency(self.np_random))
 
 
 class Http(Waiting):
@@ -117,7 +111,7 @@ class Http(Waiting):
         """Ask, and remember the answer."""
         if self.connection is None:
             self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        self.connection.request("GET", f"/{latency(self.latencies):.6f}")
+        self.connection.request("GET", f"/{latency(self.np_random):.6f}")
         self.zero = np.full(4, float(self.connection.getresponse().read()), np.float32)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -565,7 +566,7 @@ def test_auto_serial_and_processes_give_the_same_over_built_in_envs(name: str, m
     plans = (
         Plan("serial", caller_share=4),
         Plan("process", workers=1, caller_share=2),
-        Plan("thread", workers=3, caller_share=1),
+        Plan("thread", workers=4),
     )
     for plan in plans if name == "countdown" else ():
         assert same(played("auto", plan), expected)
@@ -630,3 +631,26 @@ def test_auto_takes_the_cores_that_are_free_now_and_stays_with_the_caller_where_
     step = StepCost(2e-4, 2e-4)
     assert choose(step, 32, cpus=1) == Plan("serial", caller_share=32)
     assert choose(step, 32, cpus=4) == Plan("process", workers=3, caller_share=8)
+
+
+class Sleeping(CountEnv):
+    """A step that waits, as for a server."""
+
+    def misbehave(self, action: Any) -> None:
+        time.sleep(0.005)
+
+
+class Dying(CountEnv):
+    """Takes its process along."""
+
+    def misbehave(self, action: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_environments_that_wait_have_a_worker_each_and_none_waits_in_the_caller() -> None:
+    n = available_cpus() + 1
+    with make_vec(Sleeping, n) as envs:
+        assert [(worker.count, worker.inline) for worker in envs.workers] == [(1, False)] * n
+    for env, workers in (Sleeping, n), (CountEnv, n - 1), (Dying, n - 1):
+        with closing(AsyncVectorEnv([env] * n)) as envs:
+            assert len(envs.workers) == workers

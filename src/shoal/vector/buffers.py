@@ -139,7 +139,7 @@ class Observations:
         """For each leaf the values of some environments, as a list of ids or a slice; copies."""
         if isinstance(which, slice):
             return [
-                tuple(map(deep_copy, column[which])) if isinstance(column, list) else column[which].copy()
+                tuple(deep_copy(column[which])) if isinstance(column, list) else column[which].copy()
                 for column in self.columns
             ]
         return [

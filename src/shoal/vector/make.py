@@ -391,50 +391,60 @@ def try_env(fn: EnvFn) -> StepCost | None:
 
     Its wrappers see no episode, and the global generators are left as they were.
     """
-    times: list[tuple[float, float]] = []
-    drawn = random.getstate(), np.random.get_state()
+    cost, drawn = None, (random.getstate(), np.random.get_state())
     try:
-        with contextlib.closing(without_wrappers(fn)()) as whole:
-            env = whole.unwrapped
-            actions = copying.deepcopy(env.action_space)
-            actions.seed(0)
-            env.reset()
-            start = time.perf_counter()
-            while len(times) < TRIAL_STEPS and time.perf_counter() - start < TRIAL_SECONDS:
-                action = actions.sample()
-                wall, cpu = time.perf_counter(), time.thread_time()
-                _, _, terminated, truncated, _ = env.step(action)
-                times.append((time.perf_counter() - wall, time.thread_time() - cpu))
-                if terminated or truncated:
-                    env.reset()
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        logger.debug("the trial of backend='auto' ended after %d steps: %s", len(times), format_error(error))
+        with contextlib.closing(without_wrappers(fn)()) as env:
+            cost = step_cost(env)
+    except Exception as error:
+        logger.debug("the env for the trial of a step failed: %s", format_error(error))
     finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
+    return cost
+
+
+def step_cost(env: Any) -> StepCost | None:
+    """What a step of this env costs, played for `TRIAL_STEPS` or `TRIAL_SECONDS`; None if it refuses all actions."""
+    times: list[tuple[float, float]] = []
+    try:
+        env = env.unwrapped
+        actions = copying.deepcopy(env.action_space)
+        actions.seed(0)
+        env.reset()
+        start = time.perf_counter()
+        while len(times) < TRIAL_STEPS and time.perf_counter() - start < TRIAL_SECONDS:
+            action = actions.sample()
+            wall, cpu = time.perf_counter(), time.thread_time()
+            _, _, terminated, truncated, _ = env.step(action)
+            times.append((time.perf_counter() - wall, time.thread_time() - cpu))
+            if terminated or truncated:
+                env.reset()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        logger.debug("the trial of a step ended after %d steps: %s", len(times), format_error(error))
     return StepCost(*sorted(times)[len(times) // 2]) if times else None
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     """The plan for `n_envs` environments of this cost.
 
-    Environments that mostly wait are stepped side by side in threads. Others stay with the caller where the steps that
+    Environments that mostly wait are stepped side by side in threads, none by the caller, whom its wait would keep from
+    those that are ready (`send`, `recv`). Others stay with the caller where the steps that
     workers would take over cost less than `WORTH_WORKERS`, or no other core is free; else the caller steps its part,
     one of as many as there are free cores, and a worker on each other one the rest.
 
     >>> choose(StepCost(1e-6, 1e-6), n_envs=4, cpus=2)
     Plan(backend='serial', workers=0, caller_share=4)
     >>> choose(StepCost(5e-3, 1e-5), n_envs=32, cpus=2)
-    Plan(backend='thread', workers=31, caller_share=1)
+    Plan(backend='thread', workers=32, caller_share=0)
     >>> choose(StepCost(2e-4, 2e-4), n_envs=32, cpus=2)
     Plan(backend='process', workers=1, caller_share=16)
     """
     cpus = available_cpus() if cpus is None else cpus
     parts = min(cpus, n_envs)
     if cost.waits and n_envs > 1:
-        return Plan("thread", workers=n_envs - 1, caller_share=1)
+        return Plan("thread", workers=n_envs)
     share = n_envs // max(parts, 1)
     if parts == 1 or (n_envs - share) * cost.wall < WORTH_WORKERS:
         return Plan("serial", caller_share=n_envs)

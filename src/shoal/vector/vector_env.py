@@ -55,7 +55,6 @@ from shoal.vector.infos import (
     by_env,
 )
 from shoal.vector.messages import (
-    NOTHING,
     STEP_ALL,
     Apply,
     Attach,
@@ -741,12 +740,13 @@ class SerialVectorEnv(VectorPool):
         assert worker.group is not None
         infos: Info = {}
         try:
-            buffers.flags.fill(False)
             given = list(actions if actions.ndim == 1 else actions.copy())
             reply = worker.group.step(given)
-            if reply is not NOTHING:
+            if reply.failures or reply.env_infos:
                 env_infos = self._take([reply], [(worker, Step(None, {}, given))])
                 infos = batch_infos(self.num_envs, env_infos) if env_infos else {}
+            elif reply.columns:
+                self.shown.take(worker.ids, reply.columns)
             result = (*self._arrays(), infos)
             if self._remembers:
                 self._policy.remember()
