@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -647,10 +646,18 @@ class Dying(CountEnv):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_environments_that_wait_have_a_worker_each_and_none_waits_in_the_caller() -> None:
+class Hanging(CountEnv):
+    """A step that does not end."""
+
+    def misbehave(self, action: Any) -> None:
+        threading.Event().wait()
+
+
+def test_environments_that_wait_have_a_worker_each_and_none_waits_in_the_caller(monkeypatch: Any) -> None:
+    monkeypatch.setattr("shoal.vector.make.TRIAL_LIMIT", 2.0)
     n = available_cpus() + 1
     with make_vec(Sleeping, n) as envs:
         assert [(worker.count, worker.inline) for worker in envs.workers] == [(1, False)] * n
-    for env, workers in (Sleeping, n), (CountEnv, n - 1), (Dying, n - 1):
-        with closing(AsyncVectorEnv([env] * n)) as envs:
+    for env, workers in (Sleeping, n), (CountEnv, n - 1), (Dying, n - 1), (Hanging, n - 1):
+        with make_vec(env, n, backend="process") as envs:
             assert len(envs.workers) == workers

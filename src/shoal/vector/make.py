@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -68,7 +68,8 @@ def make_vec(
             or 50 ms without its wrappers, and closed; then `choose` says where they go. Where it refuses random
             actions, all are in worker processes. The caller steps a share of the environments, so one that crashes
             takes it along; with `step_timeout` or `on_failure` all are in workers and nothing is tried.
-        num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
+        num_workers: processes, threads or actors; default: one per core, with `step_timeout` one per env, and one per
+            env too where "process" finds, by a trial of another env in a process of its own, that a step mostly waits.
         start_method: of worker processes: "forkserver" (default on Linux), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
         wrappers: put around each env, the first innermost: callables from env to env, or "module:Name".
@@ -336,6 +337,8 @@ def _check_distinct(identities: Sequence[Any]) -> None:
 
 # --- where environments go
 TRIAL_STEPS, TRIAL_SECONDS = 20, 0.05
+TRIAL_LIMIT = 5.0
+"""Seconds that making an env, and a trial of it, may take in a process of its own."""
 WORTH_WORKERS = 80e-6
 """Seconds that the steps of the environments which workers would take over must cost: waking them costs less."""
 WAITS = 0.5
@@ -382,8 +385,22 @@ def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
                 plan.backend, n_envs, cost.wall * 1e6, free, available_cpus(),
             )  # fmt: skip
             return plan
-    default = n_envs if limited else available_cpus()
-    return Plan("process", workers=min(workers or default, n_envs))
+    each = limited or (workers is None and n_envs > available_cpus() and waits(env_fns[0], options))
+    return Plan("process", workers=min(workers or (n_envs if each else available_cpus()), n_envs))
+
+
+def waits(fn: EnvFn, options: Options) -> bool:
+    """Whether a step mostly waits, by a trial in a process of its own; False where that could not be found out."""
+    options = replace(options, backend="process", step_timeout=TRIAL_LIMIT, make_timeout=None)
+    cost = None
+    try:
+        with contextlib.closing(
+            VectorPool(*open_workers([without_wrappers(fn)], Plan("process", 1), options))
+        ) as one:
+            [cost] = one.apply(step_cost)
+    except Exception as error:  # whoever makes them all finds it too, and says more
+        logger.debug("the env for the trial of a step failed: %s", format_error(error))
+    return cost is not None and cost.waits
 
 
 def try_env(fn: EnvFn) -> StepCost | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -15,10 +12,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from shoal.core.errors import format_error
-from shoal.core.executors import available_cpus
-from shoal.envs.catalogue import EnvFn, without_wrappers
-from shoal.vector.make import Options, Plan, env_fns_of, open_workers, planned, step_cost
+from shoal.vector.make import Options, env_fns_of, open_workers, planned
 from shoal.vector.spaces import check_whole
 from shoal.vector.vector_env import Description, VectorPool
 
@@ -35,8 +29,7 @@ class AsyncVectorEnv(VectorPool):
         worker: not supported: a worker speaks shoal's own protocol.
         observation_mode: "same", "different" or `(batched space, single space)`.
         autoreset_mode: Gymnasium's.
-        max_concurrency: how many environments may be at work at once; default: one per core, or all where a short
-            trial of another env, in a process of its own, shows that a step mostly waits.
+        max_concurrency: how many environments may be at work at once; default: `num_workers` of `make_vec`.
         **options: of `make_vec`: `num_workers`, `step_timeout`, `on_failure`, …; `check_nan` is off.
     """
 
@@ -63,8 +56,6 @@ class AsyncVectorEnv(VectorPool):
         options = {"num_workers": max_concurrency, "check_nan": False, **options}
         chosen = Options("process", start_method=context, autoreset=mode, copy=copy, **options)  # type: ignore[arg-type]
         fns = env_fns_of(list(env_fns), None, None, ())
-        if chosen.num_workers is None and len(fns) > available_cpus() and _waits(fns[0], chosen):
-            chosen = replace(chosen, num_workers=len(fns))
         describe = functools.partial(spaces_by_mode, mode=observation_mode)
         super().__init__(*open_workers(fns, planned(fns, chosen), chosen, describe), **chosen.policy)
         if isinstance(observation_mode, tuple):
@@ -75,18 +66,6 @@ class AsyncVectorEnv(VectorPool):
         if (state := self._state) is not None:
             logger.warn(f"Calling `close` while waiting for a pending call to `{state}` to complete.")
         super().close_extras(timeout, terminate)
-
-
-def _waits(fn: EnvFn, options: Options) -> bool:
-    """Whether a step mostly waits; False where that could not be found out."""
-    try:
-        fns = [without_wrappers(fn)]
-        with contextlib.closing(VectorPool(*open_workers(fns, Plan("process", 1), options))) as one:
-            [cost] = one.apply(step_cost)
-    except Exception as error:  # whoever makes them all finds it too, and says more
-        logging.getLogger(__name__).debug("the env for the trial of a step failed: %s", format_error(error))
-        return False
-    return cost is not None and cost.waits
 
 
 def spaces_by_mode(found: Description, mode: Any) -> Description:
