@@ -10,8 +10,9 @@ take turns, a row is the median of its rounds. CPU seconds include worker proces
 other work too, compare those. The compiled path is checked against torch autograd before any time is taken.
 A rival that is not installed is left out. `--quick` takes one short turn of each and saves nothing.
 
-`--parts pong-batch` is Pong on ale-py's own batch beside the same game in this process and in workers, and beside
-stepping the batch alone: steps a second, and the shares of the time that stepping, inference and the update take.
+`--parts pong-batch` is Pong on ale-py's own batch beside the same game in this process, in workers and in
+Stable-Baselines3, and beside stepping the batch alone: steps a second, and the shares of the time that stepping,
+inference and the update take.
 """
 
 from __future__ import annotations
@@ -257,11 +258,12 @@ def run_batch_alone(env: str, n_envs: int, watch: Watch) -> None:
 
 
 def pong_batch(counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Pong on ale-py's batch, in this process and in workers; where the time goes."""
+    """Pong on ale-py's batch, in this process, in workers and by a rival; where the time goes."""
     env, rows = ENVS["pong"], []
     gym.register_envs(importlib.import_module("ale_py"))
     for n_envs in counts:
-        subjects = ("shoal", "shoal, 2 workers", BATCH, BATCH_ALONE)
+        peers = [] if SB3 in missing() else [SB3]
+        subjects = ("shoal", "shoal, 2 workers", BATCH, *peers, BATCH_ALONE)
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         spent: dict[str, Spent] = {subject: {} for subject in subjects}
         for _ in range(rounds):
@@ -269,6 +271,8 @@ def pong_batch(counts: tuple[int, ...], seconds: float, rounds: int) -> list[dic
                 watch = Watch(128 * n_envs, seconds)
                 if subject == BATCH_ALONE:
                     run_batch_alone(env, n_envs, watch)
+                elif subject == SB3:
+                    run_peer(LIBRARIES[SB3], env, n_envs, THROUGHPUT, watch)
                 else:
                     run_shoal(subject, env, n_envs, THROUGHPUT, watch, spent[subject])
                 rates[subject].append(watch.rates)
