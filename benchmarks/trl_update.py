@@ -36,7 +36,7 @@ import torch
 import transformers
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "src"))
+sys.path[:0] = [str(REPO / "src"), str(REPO)]
 
 from tests.records import Exchange, trajectory_of  # noqa: E402
 
