@@ -188,7 +188,7 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
         s = SkillScheduler(base, config=config)
         for spec in SKILLS:
             if spec.name in names:
-                s.add_skill(spec.name, spec, dependencies(spec, SKILLS))
+                s.add_skill(spec.name, spec, dependencies(spec, SKILLS, CRAFTING))
         s.close()
         return Store(base)
 

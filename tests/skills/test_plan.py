@@ -46,6 +46,12 @@ def test_every_plan_of_the_crafting_world_can_be_carried_out() -> None:
     replay(covered, by_name, CRAFTING)
 
 
+class Boundless(dict[str, int]):
+    def get(self, name: str, default: int | None = None) -> int:
+        return 1 << 30
+
+
+ANY = Features("any", (), Boundless(), frozenset())  # of which as much can be held as anybody wants
 CLASSIC = features_of("craftax-classic")
 CLASSIC_SKILLS = load_skills(knowledge_base("craftax-classic"), CLASSIC)
 
@@ -129,7 +135,7 @@ def test_nothing_is_made_twice_in_a_plan_to_several_goals() -> None:
     )
 
 
-def replay(plan: list[Step], skills: dict[str, Skill], features: Features | None) -> Counter[str]:
+def replay(plan: list[Step], skills: dict[str, Skill], features: Features) -> Counter[str]:
     """The plan carried out one application at a time, from the definition; asserts that each may start."""
     hands: Counter[str] = Counter()
     for step in plan:
@@ -140,9 +146,9 @@ def replay(plan: list[Step], skills: dict[str, Skill], features: Features | None
                 hands[item] -= amount
             for item, amount in s.gain.items():
                 hands[item] += amount
-                if features and item in features.counters:
+                if item in features.counters:
                     assert hands[item] <= features.holds(item), (step, hands)
-            for place in features.places if features else ():
+            for place in features.places:
                 if place not in {*s.requirements, *s.gain}:
                     hands[place] = 0
     return hands
@@ -171,11 +177,11 @@ def graphs(draw: st.DrawFn) -> list[Skill]:
 def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: list[Skill]) -> None:
     by_name = {s.name: s for s in made}
     for target in made:
-        plan = plan_for(target.name, made)
-        hands = replay(plan, by_name, None)
+        plan = plan_for(target.name, made, ANY)
+        hands = replay(plan, by_name, ANY)
         assert hands[target.done.feature] >= target.gain[target.done.feature]
         assert plan[-1].skill == target.name or target.name in {step.skill for step in plan}
-        assert simulate(plan, by_name) == hands
+        assert simulate(plan, by_name, ANY) == hands
 
 
 def test_capacity_splits_what_hands_cannot_hold_at_once() -> None:
@@ -196,12 +202,12 @@ def test_capacity_splits_what_hands_cannot_hold_at_once() -> None:
 def test_a_circle_is_an_error_that_shows_the_way_around() -> None:
     made = [skill("A", "a", uses={"c": 1}), skill("B", "b", uses={"a": 1}), skill("C", "c", uses={"b": 1})]
     with pytest.raises(ConfigError, match="A -> C -> B -> A"):
-        plan_for("A", made)
+        plan_for("A", made, ANY)
 
 
 def test_an_item_that_nobody_gains_is_named() -> None:
     with pytest.raises(ConfigError, match="'Make' requires 'gold', which cannot be had: no skill gains it"):
-        plan_for("Make", [skill("Make", "ring", uses={"gold": 1})])
+        plan_for("Make", [skill("Make", "ring", uses={"gold": 1})], ANY)
 
 
 def test_an_unknown_target_is_guessed() -> None:
@@ -217,17 +223,17 @@ def test_another_provider_is_taken_when_the_first_cannot_be_reached() -> None:
         skill("Build", "hut", uses={"wood": 2}),
     ]
     assert [s.name for s in providers("wood", made)] == ["Trade", "Chop"]
-    assert [step.skill for step in plan_for("Build", made)] == ["Find Axe", "Chop", "Build"]
+    assert [step.skill for step in plan_for("Build", made, ANY)] == ["Find Axe", "Chop", "Build"]
 
 
 def test_dependencies_are_all_skills_of_the_plan_in_its_order() -> None:
     by_name = {s.name: s for s in SKILLS}
-    assert dependencies(by_name["Collect Stone"], SKILLS) == [
+    assert dependencies(by_name["Collect Stone"], SKILLS, CRAFTING) == [
         "Collect Wood",
         "Place Table",
         "Make Wood Pickaxe",
     ]
-    assert dependencies(by_name["Drink Water"], SKILLS) == []
+    assert dependencies(by_name["Drink Water"], SKILLS, CRAFTING) == []
 
 
 def test_requirements_that_use_each_other_up_are_provided_until_both_are_there() -> None:
@@ -237,7 +243,7 @@ def test_requirements_that_use_each_other_up_are_provided_until_both_are_there()
         skill("Pick", "pick", uses={"wood": 1}),
         skill("Sword", "sword", uses={"wood": 1}, holds={"pick": 1}),
     ]
-    plan = plan_for("Sword", made)
+    plan = plan_for("Sword", made, ANY)
     assert plan == [Step("Chop", 2), Step("Pick", 1), Step("Sword", 1)]
 
 
@@ -248,9 +254,9 @@ def test_a_plan_that_is_too_long_to_be_of_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="the plan for 'Dig' has more than 500 steps"):
         plan_for("Smelt", pair, features, 251)
     slow = skill("Dig", "ore", horizon=10_000)
-    assert plan_for("Dig", [slow], times=20) == [Step("Dig", 20)]
+    assert plan_for("Dig", [slow], ANY, times=20) == [Step("Dig", 20)]
     with pytest.raises(ConfigError, match="the plan for 'Dig' may take more than 200,000 env steps"):
-        plan_for("Dig", [slow], times=21)
+        plan_for("Dig", [slow], ANY, times=21)
 
 
 def test_a_graph_with_ever_more_ways_that_lead_nowhere_is_given_up() -> None:
@@ -258,7 +264,7 @@ def test_a_graph_with_ever_more_ways_that_lead_nowhere_is_given_up() -> None:
     for level in range(1, 18):
         made += [skill(f"Way {level} {way}", f"a{level}", uses={f"a{level - 1}": 1}) for way in range(2)]
     with pytest.raises(ConfigError, match="is too tangled to resolve"):
-        plan_for("Way 17 0", made)
+        plan_for("Way 17 0", made, ANY)
 
 
 def test_two_places_at_once_cannot_be_had() -> None:
@@ -295,7 +301,7 @@ def test_a_simulation_says_what_is_held_in_the_end_or_that_it_cannot_be_done() -
     dig, go, forge = Step("Dig", 2), Step("Go", 1), Step("Forge", 1)
     assert simulate([dig, go, forge], made, features) == {"ore": 1, "key": 1, "here": 1}
     assert simulate([go, dig, forge], made, features) is None  # digging leaves the place
-    assert simulate([go, dig, forge], made) == {"ore": 1, "key": 1, "here": 1}
+    assert simulate([go, dig, forge], made, ANY) == {"ore": 1, "key": 1, "here": 1}
     assert simulate([Step("Dig", 3)], made, features) is None  # more than can be held
     assert simulate([dig], made, features, {"ore": 1}) is None
     assert simulate([go, forge, forge], made, features, {"ore": 2}) == {"ore": 0, "key": 1, "here": 1}

@@ -172,7 +172,7 @@ def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> No
     assert s.run(KnowledgeBase(path, CRAFTING), len(SKILLS))
     assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS}
     for row in s.store.skills():
-        assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1])
+        assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1], CRAFTING)
 
 
 def test_a_target_brings_only_what_it_needs() -> None:

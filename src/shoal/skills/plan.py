@@ -33,7 +33,7 @@ def providers(item: str, skills: Iterable[Skill]) -> list[Skill]:
     )
 
 
-def dependencies(skill: Skill, skills: Sequence[Skill], features: Features | None = None) -> list[str]:
+def dependencies(skill: Skill, skills: Sequence[Skill], features: Features) -> list[str]:
     """Names of the skills whose experts a training of `skill` needs: those of its plan, in plan order."""
     steps = plan_for(skill.name, skills, features)
     return list(dict.fromkeys(step.skill for step in steps if step.skill != skill.name))
@@ -42,7 +42,7 @@ def dependencies(skill: Skill, skills: Sequence[Skill], features: Features | Non
 def plan_for(
     target: str,
     skills: Sequence[Skill],
-    features: Features | None = None,
+    features: Features,
     times: int | None = None,
     *,
     hands: Mapping[str, int] | None = None,
@@ -66,7 +66,7 @@ def plan_for(
 
 
 def covering_plan(
-    skills: Sequence[Skill], features: Features | None = None, only: Iterable[str] | None = None
+    skills: Sequence[Skill], features: Features, only: Iterable[str] | None = None
 ) -> list[Step]:
     """A plan in which every skill (or those named in `only`) is applied at least once."""
     by_name = {skill.name: skill for skill in skills}
@@ -81,7 +81,7 @@ def covering_plan(
 def simulate(
     steps: Iterable[Step],
     skills: Mapping[str, Skill],
-    features: Features | None = None,
+    features: Features,
     hands: Mapping[str, int] | None = None,
 ) -> Counter[str] | None:
     """What is in the hands after the plan, or None if a step could not start or hands would overflow."""
@@ -91,12 +91,12 @@ def simulate(
         for item in skill.requirements:
             if hands[item] < skill.needs(item, step.count):
                 return None
-        if _apply(skill, step.count, hands, features) & (features.counters if features else set()):
+        if _apply(skill, step.count, hands, features) & features.counters:
             return None
     return hands
 
 
-def _apply(skill: Skill, times: int, hands: Counter[str], features: Features | None) -> set[str]:
+def _apply(skill: Skill, times: int, hands: Counter[str], features: Features) -> set[str]:
     """Change what is in the hands as the skill does, which leaves every place that it does not speak of.
 
     Returns:
@@ -107,10 +107,10 @@ def _apply(skill: Skill, times: int, hands: Counter[str], features: Features | N
         hands[item] -= amount * times
     for item, amount in skill.gain.items():
         hands[item] += amount * times
-        if features and hands[item] > features.holds(item):
+        if hands[item] > features.holds(item):
             hands[item] = features.holds(item)
             spilt.add(item)
-    for place in features.places - skill.speaks_of() if features else ():
+    for place in features.places - skill.speaks_of():
         hands[place] = 0
     return spilt
 
@@ -119,7 +119,7 @@ class _Resolver:
     """Builds steps backwards from needs, keeping count of what is in the hands."""
 
     def __init__(
-        self, skills: Sequence[Skill], features: Features | None, hands: Mapping[str, int] | None = None
+        self, skills: Sequence[Skill], features: Features, hands: Mapping[str, int] | None = None
     ) -> None:
         self.skills, self.features = skills, features
         self.steps: list[Step] = []
@@ -155,7 +155,7 @@ class _Resolver:
         Where there are places, what takes longest to have comes first: having it may use up the rest.
         """  # noqa: D205
         needs = {item: skill.needs(item, batch) for item in skill.requirements}
-        places = needs.keys() & self.features.places if self.features else set()
+        places = needs.keys() & self.features.places
         for lost in ({place for place in places if not self.hands[place]}, places):
             wanted = dict(needs)
             for maker in (found for place in lost for found in providers(place, self.skills)[:1]):
@@ -180,15 +180,14 @@ class _Resolver:
     def _fits(self, skill: Skill) -> int:
         """How many applications in a row the hands can hold the requirements for."""
         limits = [
-            (self._holds(item) - skill.held(item)) // amount for item, amount in skill.consumption.items()
+            (self.features.holds(item) - skill.held(item)) // amount
+            for item, amount in skill.consumption.items()
         ]
         return max(1, min(limits, default=MAX_STEPS))
 
     def _provide(self, item: str, amount: int, path: tuple[str, ...]) -> None:
-        if amount > self._holds(item):
-            raise ConfigError(
-                f"{path[-1]!r} needs {amount} {item!r} at once, only {self._holds(item)} can be held"
-            )
+        if amount > (most := self.features.holds(item)):
+            raise ConfigError(f"{path[-1]!r} needs {amount} {item!r} at once, only {most} can be held")
         while self.hands[item] < amount:
             errors = []
             saved = list(self.steps), Counter(self.hands), self.length
@@ -213,14 +212,11 @@ class _Resolver:
         if len(self.steps) > MAX_STEPS:
             raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")
 
-    def _holds(self, item: str) -> int:
-        return self.features.holds(item) if self.features else 1 << 30
-
 
 def _merge_repeats(
     steps: list[Step],
     skills: Mapping[str, Skill],
-    features: Features | None,
+    features: Features,
     hands: Mapping[str, int] | None = None,
 ) -> list[Step]:
     """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
@@ -229,7 +225,7 @@ def _merge_repeats(
         merged = False
         for late in range(len(steps) - 1, 0, -1):
             early = next((i for i in range(late) if steps[i].skill == steps[late].skill), None)
-            if early is None or (features and skills[steps[late].skill].gain.keys() & features.places):
+            if early is None or skills[steps[late].skill].gain.keys() & features.places:
                 continue  # where one stands cannot be had twice
             joined = Step(steps[late].skill, steps[early].count + steps[late].count)
             trial = [*steps[:early], joined, *steps[early + 1 : late], *steps[late + 1 :]]
@@ -242,7 +238,7 @@ def _merge_repeats(
 def shortened(
     steps: list[Step],
     skills: Mapping[str, Skill],
-    features: Features | None = None,
+    features: Features,
     hands: Mapping[str, int] | None = None,
 ) -> list[Step]:
     """A plan without repeats that can be done at one go, and without what nothing after it needs any more.
