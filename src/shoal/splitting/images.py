@@ -255,11 +255,9 @@ class TrajectoryPixels:
     names: ClassVar[tuple[str, ...]] = ("pixel_values", "image_grid_thw")
 
     def tensor(self, name: str, images: Sequence[int]) -> Any:
-        """What the model calls `name`, of the images."""
-        return self.values(images) if name == "pixel_values" else _tensor(self.grids[list(images)])
-
-    def values(self, images: Sequence[int]) -> Any:
-        """`pixel_values` of the images as a tensor: a view where they are stored expanded and adjacent."""
+        """What the model calls `name`, of the images: a view where pixels are stored expanded and adjacent."""
+        if name != "pixel_values":
+            return _tensor(self.grids[list(images)])
         rows = self._kept(images)
         return _tensor(self.table.expand(rows) if rows.dtype == np.uint8 else rows)
 

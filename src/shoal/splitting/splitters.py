@@ -19,12 +19,7 @@ from shoal.core.executors import RayExecutor, SerialExecutor, available_cpus, co
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import CUTS, Cut, Limits, answers_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
-from shoal.splitting.images import (
-    MAX_IMAGE_PIXELS,
-    ImageReader,
-    Pixels,
-    Store,
-)
+from shoal.splitting.images import MAX_IMAGE_PIXELS, ImageReader, Pixels, Store
 from shoal.splitting.place import (
     RewardPlacement,
     Truncation,
@@ -47,6 +42,7 @@ from shoal.splitting.readers.recordings import (
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Paths = Mapping[str, Path | str] | Sequence[Path | str] | None
 Kind = Literal["stepwise", "window", "last-n"]
 
 
@@ -202,7 +198,7 @@ class TrajectorySplitter:
         *,
         executor: Executor | None = None,
         process_reward_tensor: Any = None,
-        dataset_paths: Mapping[str, Path | str] | Sequence[Path | str] | None = None,
+        dataset_paths: Paths = None,
         progress: Progress | None = None,
     ) -> Batch:
         """One batch with the samples of all trajectories, in the order of the ids.
@@ -218,10 +214,8 @@ class TrajectorySplitter:
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
             progress: called with (trajectories done, trajectories in all).
         """
-        results = self._results(
-            dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
-        )
-        return self._collected(results)
+        jobs = make_jobs(dataset_ids, reward_tensor, process_reward_tensor, dataset_paths)
+        return self._collected(self._results(jobs, executor, progress))
 
     def split_parallel(
         self,
@@ -230,17 +224,15 @@ class TrajectorySplitter:
         num_cpus: int = 4,
         *,
         process_reward_tensor: Any = None,
-        dataset_paths: Mapping[str, Path | str] | Sequence[Path | str] | None = None,
+        dataset_paths: Paths = None,
         progress: Progress | None = None,
     ) -> Batch:
         """`split` on Ray with `num_cpus` tasks at a time; Ray is started if it is not, and stays."""
         _whole(1, num_cpus=num_cpus)
         connect_ray(num_cpus, wanted_by="split_parallel")
         with RayExecutor({"max_retries": 3}, num_cpus) as executor:  # a task may be done twice: it only reads
-            results = self._results(
-                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress, num_cpus
-            )
-            return self._collected(results)
+            jobs = make_jobs(dataset_ids, reward_tensor, process_reward_tensor, dataset_paths)
+            return self._collected(self._results(jobs, executor, progress, num_cpus))
 
     def stream(
         self,
@@ -250,7 +242,7 @@ class TrajectorySplitter:
         batch_size: int,
         executor: Executor | None = None,
         process_reward_tensor: Any = None,
-        dataset_paths: Mapping[str, Path | str] | Sequence[Path | str] | None = None,
+        dataset_paths: Paths = None,
         progress: Progress | None = None,
     ) -> Iterator[Batch]:
         """Batches of `batch_size` samples (the last may have fewer), the same samples as `split` in order.
@@ -261,9 +253,8 @@ class TrajectorySplitter:
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
-        for result in self._results(
-            dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
-        ):
+        jobs = make_jobs(dataset_ids, reward_tensor, process_reward_tensor, dataset_paths)
+        for result in self._results(jobs, executor, progress):
             if isinstance(result, Skipped):
                 skipped.append(result)
                 continue
@@ -284,7 +275,7 @@ class TrajectorySplitter:
         self, dataset_ids: Iterable[str], reward_tensor: Any = None, *, executor: Executor | None = None
     ) -> Iterator[SplitTrajectory | Skipped]:
         """The samples and pixels of each trajectory, in order, or why it was skipped."""
-        return self._results(dataset_ids, reward_tensor, executor, None, None, None)
+        return self._results(make_jobs(dataset_ids, reward_tensor), executor)
 
     def collected(
         self, results: Iterable[SplitTrajectory | Skipped]
@@ -315,18 +306,14 @@ class TrajectorySplitter:
 
     def _results(
         self,
-        dataset_ids: Iterable[str],
-        rewards: Any,
+        jobs: list[Job],
         executor: Executor | None,
-        scores: Any,
-        paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
-        progress: Progress | None,
+        progress: Progress | None = None,
         workers: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
         if not callable(getattr(executor, "submit", None)):
             raise ValueError(f"executor must be one, got {executor!r}; make_executor makes one by its name")
-        jobs = make_jobs(dataset_ids, rewards, scores, paths)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
         ahead = 1 if isinstance(executor, SerialExecutor) else max(4, 2 * (workers or available_cpus()))
@@ -544,12 +531,7 @@ def _rollout_step(plan: Plan, recording: Recording, cut: Cut) -> RolloutTokens |
 
 
 # --- jobs
-def make_jobs(
-    dataset_ids: Iterable[str],
-    rewards: Any,
-    scores: Any,
-    paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
-) -> list[Job]:
+def make_jobs(dataset_ids: Iterable[str], rewards: Any, scores: Any = None, paths: Paths = None) -> list[Job]:
     """One job per trajectory, in order; `refused` where what came with a trajectory is wrong."""
     if isinstance(dataset_ids, str) or not isinstance(dataset_ids, Iterable):
         what = "the text " if isinstance(dataset_ids, str) else ""
@@ -619,9 +601,7 @@ def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
     return scores
 
 
-def _paths(
-    paths: Mapping[str, Path | str] | Sequence[Path | str] | None, ids: list[str]
-) -> list[Path | None]:
+def _paths(paths: Paths, ids: list[str]) -> list[Path | None]:
     if paths is None:
         return [None] * len(ids)
     if isinstance(paths, Mapping):
