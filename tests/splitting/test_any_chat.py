@@ -107,7 +107,7 @@ def check(processor, folder, number, grouping):
 @pytest.mark.parametrize("grouping", [False, True], ids=["plain", "tools in one message"])
 @pytest.mark.parametrize(
     ("first", "count"),
-    [(30, 6), pytest.param(0, 500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [(30, 20), pytest.param(0, 500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_samples_are_those_that_a_plain_program_writes(processor, tmp_path, first, count, grouping):
     if grouping:

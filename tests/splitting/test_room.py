@@ -61,16 +61,3 @@ def test_the_work_for_a_recording_grows_with_its_length_and_no_faster(processor,
         work[size] = counter.lines
     assert work[400] - work[200] <= 2.05 * (work[200] - work[100])
     assert letters[400] <= 2.05 * letters[200]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
-def test_ten_thousand_messages_are_split(processor, tmp_path, cls):
-    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "I go."}] * 5000
-    (tmp_path / "long.json").write_text(json.dumps([chat]))
-    reader = ChatReader(tmp_path / "long.json")
-    samples = next(cls(processor, tmp_path, reader=reader).results(reader.ids())).samples
-    assert sum(sample.response_mask.sum() for sample in samples) == 5000 * len(
-        processor.tokenizer.encode("I go.<|im_end|>")
-    )

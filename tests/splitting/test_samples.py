@@ -5,16 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.splitting import (
-    ChatReader,
-    LastNTrajectorySplitter,
-    StepwiseTrajectorySplitter,
-    TrajectorySplitter,
-)
+from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.encode import MODEL_TEXT
 
 
@@ -257,52 +250,3 @@ def test_four_rows_of_positions_number_the_tokens_on_top(processor, make_root):
         on = four["attention_mask"][row].bool()
         assert four["position_ids"][row, 0, on].tolist() == list(range(int(on.sum())))
         assert (four["position_ids"][row, 0, ~on] == 1).all()
-
-
-# --- how far a sample looks back
-def answers_in(messages):
-    """The model's words in a sample."""
-    return [
-        item["content"] if isinstance(item["content"], str) else item["content"][0]["text"]
-        for item in messages
-        if item["role"] == "assistant"
-    ]
-
-
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
-@given(
-    before=st.lists(
-        st.lists(st.sampled_from(["user", "tool"]), min_size=1, max_size=4), min_size=1, max_size=14
-    ),
-    system=st.booleans(),
-    tail=st.lists(st.sampled_from(["user", "tool"]), max_size=2),
-    window=st.integers(1, 4),
-    stride=st.integers(1, 4),
-    turns=st.integers(1, 5),
-)
-def test_a_sample_looks_back_over_turns_however_many_messages_they_have(
-    processor, tmp_path_factory, before, system, tail, window, stride, turns
-):
-    """An agent that uses tools gets several messages in a turn; what is counted are its own words."""
-    folder = tmp_path_factory.mktemp("chat")
-    chat = [{"role": "system", "content": "be brief"}] if system else []
-    chat.append({"role": "user", "content": "the task"})
-    for number, roles in enumerate(before):
-        chat += [{"role": role, "content": f"seen in turn {number}"} for role in roles]
-        chat.append({"role": "assistant", "content": str(number)})
-    chat += [{"role": role, "content": "too late"} for role in tail]
-    (folder / "chat.json").write_text(json.dumps(chat))
-    reader, stride, n = ChatReader(folder / "chat.json"), min(stride, window), len(before)
-
-    def split(cls, *sizes):
-        splitter = cls(processor, folder, *sizes, reader=reader, limit_messages=turns, padding="longest")
-        return [answers_in(messages) for messages in splitter.split(reader.ids())["raw_messages"]]
-
-    def looked_back(first, last):
-        """The turns `first` to `last` and all that the last of them looks back on."""
-        return [str(turn) for turn in range(n) if last - turns <= turn <= last or first <= turn <= last]
-
-    assert split(StepwiseTrajectorySplitter) == [looked_back(turn, turn) for turn in range(n)]
-    windows = [(first, min(first + window, n) - 1) for first in range(0, n, stride)]
-    assert split(TrajectorySplitter, window, stride) == [looked_back(*span) for span in windows]
-    assert split(LastNTrajectorySplitter, window, stride) == [looked_back(max(0, n - window), n - 1)]
