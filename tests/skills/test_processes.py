@@ -71,7 +71,7 @@ def has_checkpoints(run: Path) -> bool:
 
 def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick, stand_still) -> None:
     stand_still()
-    config = config_of(quick, total_timesteps=20_000, **LONG)
+    config = config_of(quick, total_timesteps=7_000, **LONG)
     add_wood(tmp_path, config)
     process = start(tmp_path, config)
     store = Store(tmp_path)
@@ -93,7 +93,7 @@ def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick,
 def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert(
     tmp_path: Path, quick, stand_still
 ) -> None:
-    config = config_of(quick, total_timesteps=15_000, **LONG)
+    config = config_of(quick, total_timesteps=7_000, **LONG)
     for name in ("whole", "killed"):
         add_wood(tmp_path / name, config)
     start(tmp_path / "whole", config).communicate(timeout=200)

@@ -167,12 +167,12 @@ def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
 
 def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> None:
     path = tmp_path / "skills.yaml"
-    path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in reversed(SKILLS)]}))
+    path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in reversed(SKILLS[:4])]}))
     s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted())
-    assert s.run(KnowledgeBase(path, CRAFTING), len(SKILLS))
-    assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS}
+    assert s.run(KnowledgeBase(path, CRAFTING), 4)
+    assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS[:4]}
     for row in s.store.skills():
-        assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1], CRAFTING)
+        assert list(row.dependencies) == dependencies(row.spec, SKILLS[3::-1], CRAFTING)
 
 
 def test_a_target_brings_only_what_it_needs() -> None:

@@ -14,7 +14,9 @@ from shoal.skills.worlds.craftax import features_of
 from shoal.skills.worlds.crafting import CRAFTING
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
-safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not name.endswith((" ", ".")))
+safe_names = st.text("aZf028 _.()-", min_size=1, max_size=8).filter(
+    lambda name: SAFE_NAME.fullmatch(name) and not name.endswith((" ", "."))
+)
 
 
 @pytest.mark.parametrize("world", ["crafting", "craftax-classic", "craftax"])
@@ -153,12 +155,15 @@ def test_what_a_skill_holds_needs_and_speaks_of_follows_from_its_amounts() -> No
     assert skill.speaks_of() == {"wood", "table", "sapling", "drink"}
 
 
-def test_a_knowledge_base_may_have_as_many_bytes_as_are_read(tmp_path) -> None:
+def test_a_knowledge_base_may_have_as_many_bytes_as_are_read(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "skills.yaml"
-    path.write_text("skills: [] #".ljust(1 << 20, "x"))
+    monkeypatch.setattr("shoal.core.configuration.MOST_BYTES", 64)
+    path.write_text("skills: [] #".ljust(64, "x"))
     assert load_skills(path, CRAFTING) == []
-    path.write_text("skills: [] #".ljust((1 << 20) + 1, "x"))
-    with pytest.raises(ConfigError, match="must be at most 1048576 bytes, got 1048577"):
+    path.write_text("skills: [] #".ljust(65, "x"))
+    with pytest.raises(ConfigError, match="must be at most 64 bytes, got 65"):
         load_skills(path, CRAFTING)
     path.write_text("world: Crafting\nskills: []")  # as it is written elsewhere
     assert load_skills(path, CRAFTING) == []
@@ -184,7 +189,6 @@ def test_a_spec_survives_the_way_through_plain_data() -> None:
         ("skills: []\nextra: 1", "must hold an object"),
         ("skills: [3]", "each skill must be an object"),
         ("world: craftax\nskills: []", "is about 'craftax'"),
-        ("x" * (1 << 20) + "x", "at most"),
         ("a: [", "is not YAML"),
     ],
 )

@@ -49,7 +49,7 @@ sys.exit(run_as_process("says", None, work))
 RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])
 
 
-@pytest.fixture(params=["local", "tmux", "slurm", RAY])
+@pytest.fixture(params=["local", "tmux", RAY])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "slurm":
         pytest.importorskip("submitit")
@@ -121,11 +121,13 @@ def test_a_program_outlives_its_launcher_and_is_adopted(name: str, program, tmp_
     assert adopting_launcher({"task": "of Ray, and gone with its driver"}, tmp_path) is None
 
 
-def test_a_slurm_job_is_found_again_by_its_number(program, tmp_path: Path) -> None:
+def test_a_slurm_job_is_run_and_found_again_by_its_number(program, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     first = SlurmLauncher(tmp_path, every=0.1, cluster="local")
     handle = first.launch(**program())
+    assert json.loads(json.dumps(handle)) == handle
     wait_for(lambda: first.poll(handle))
+    assert "hello a 'quoted' $(word)" in (tmp_path / "run" / "log").read_text()
     again = adopting_launcher(handle, tmp_path)
     assert again is not None
     assert "ended" in wait_for(lambda: again.poll(handle))

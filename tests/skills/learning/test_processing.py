@@ -16,7 +16,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, write_json
 from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning.network import Network, decode, encode
-from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_of
+from shoal.skills.learning.training import Run, finish_training, skill_of
 from shoal.skills.worlds.crafting import CRAFTING
 
 MILLION = 1_000_000
@@ -171,23 +171,6 @@ def test_a_result_counts_once_however_often_it_is_processed(
         process_completed_training(folder, "Collect Wood", 0, tmp_path)
         assert store.skill("Collect Wood").budget_used == 20
     assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
-
-
-def test_a_result_that_is_missing_altered_or_of_another_launch_is_refused(
-    tmp_path: Path, net: Callable[..., Network]
-) -> None:
-    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
-    with pytest.raises(DataError, match="is not done"):
-        read_outcome(folder)
-    finish_training(folder, {0: net("own").params()}, {0: 10}, attempt=3)
-    with pytest.raises(DataError, match="mark of launch 3, not of launch 4"):
-        read_outcome(folder, 4)
-    path = folder / "0_policies" / "result.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(DataError, match="is not the file that DONE.json speaks of"):
-        read_outcome(folder, 3)
 
 
 GOOD = some_net("own").params()

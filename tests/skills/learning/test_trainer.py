@@ -32,7 +32,7 @@ def finish(trainer: Trainer, checkpoint=lambda t: None) -> bytes:
 
 def test_the_same_seed_gives_the_same_expert_and_another_does_not(quick: TrainingConfig) -> None:
     def train(seed: int) -> bytes:
-        trainer = Trainer(task(quick, seed=seed))
+        trainer = Trainer(task(replace(quick, total_timesteps=1024), seed=seed))
         trainer.prepare()
         return finish(trainer)
 
@@ -40,8 +40,7 @@ def test_the_same_seed_gives_the_same_expert_and_another_does_not(quick: Trainin
     assert train(1) != train(2)
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3])
-def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingConfig, stop_at: int) -> None:
+def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingConfig) -> None:
     # One wood a time: episodes run into their horizon of 60 steps within the 64 that are trained.
     config = replace(quick, success_state_rate=2.0, patience_frames=1e9)
     whole = Trainer(task(config, count=1))
@@ -53,12 +52,12 @@ def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingCon
         saved[trainer.update] = {key: array.copy() for key, array in arrays.items()}, plain
 
     expected = finish(whole, keep)
-    arrays, plain = saved[stop_at]
-    second = Trainer(task(config, count=1))
-    second.prepare()
-    second.restore(arrays, plain)
-    assert finish(second) == expected
-    assert second.walked == whole.walked > 0  # every env step is counted once
+    for stop_at in (1, 3):
+        second = Trainer(task(config, count=1))
+        second.prepare()
+        second.restore(*saved[stop_at])
+        assert finish(second) == expected
+        assert second.walked == whole.walked > 0  # every env step is counted once
 
 
 def test_the_pace_of_a_skill_is_what_an_application_took_in_its_best_evaluation(

@@ -262,7 +262,7 @@ def classic_state(rng: np.random.Generator) -> Any:
 def test_the_values_of_a_state_are_what_a_plain_look_at_it_gives() -> None:
     features = features_of("craftax-classic")
     read, rng, met = _reader(features, "craftax-classic"), np.random.default_rng(0), set()
-    for _ in range(150):
+    for _ in range(60):
         state = classic_state(rng)
         found = dict(zip(features.names, read(state), strict=True))
         y, x = state.player_position
@@ -282,7 +282,7 @@ def test_the_senses_of_craftax_are_of_ones_own_floor_and_know_what_is_as_good() 
     as_good = {"toward_water": ("water", "fountain"), "toward_stone": ("stone", "stalagmite"),
                "toward_tree": ("tree", "fire_tree")}  # fmt: skip
     met = set()
-    for _ in range(150):
+    for _ in range(60):
         floor = int(rng.integers(0, 2))
         mobs = {
             name: SimpleNamespace(
