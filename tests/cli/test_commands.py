@@ -1,5 +1,6 @@
 """What all commands promise alike: help, one writer a folder, one line for what goes wrong, the right exit status."""
 
+import contextlib
 import errno
 import io
 import json
@@ -243,15 +244,6 @@ def test_trackers_are_chosen_alike_in_every_training(prints, monkeypatch, tmp_pa
     assert (made[0].tensorboard, made[0].wandb) == (boards, project)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--tracker none --wandb mine", "--use-wandb"],
-)
-def test_trackers_of_skills_are_chosen_by_the_same_flags(words, prints, tmp_path):
-    call = ["skills", "train", *words.split(), "--dry-run", "--out", tmp_path / "run"]
-    assert "Collect Wood" in prints(*call)
-
-
 # --- one writer
 WRITERS = {
     "train": lambda folder: ["train", *QUICK, f"run_dir={folder}"],
@@ -395,20 +387,26 @@ def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, prints, name)
 
 # --- runs, results as JSON
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    assert main(["train", *QUICK, "--seed", "3", "--run-dir", str(folder)]) == 0
-    return folder
+def run_and_said(tmp_path_factory):
+    """A run, and what it printed with `--json` on standard output and on standard error."""
+    folder, out, err = tmp_path_factory.mktemp("runs") / "one", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(["train", *QUICK, "--seed", "3", "--run-dir", str(folder), "--json"]) == 0
+    return folder, out.getvalue(), err.getvalue()
 
 
-def test_the_result_of_a_training_for_a_program_is_its_summary(tmp_path, capsys):
-    assert main(["train", *QUICK, "--seed", "3", "--run-dir", str(tmp_path / "run"), "--json"]) == 0
-    out = capsys.readouterr()
-    summary = json.loads(out.out)
-    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+@pytest.fixture
+def run(run_and_said):
+    return run_and_said[0]
+
+
+def test_the_result_of_a_training_for_a_program_is_its_summary(run_and_said):
+    run, out, err = run_and_said
+    summary = json.loads(out)
+    assert summary == json.loads((run / "summary.json").read_text())
     assert summary["seed"] == 3
-    assert "held-out success" in out.err
-    assert "after 2 iterations" in out.err
+    assert "held-out success" in err
+    assert "after 2 iterations" in err
 
 
 def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys, prints):

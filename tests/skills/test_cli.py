@@ -35,17 +35,19 @@ def skills(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trained") / "run"
-    with contextlib.redirect_stdout(io.StringIO()):
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that is over, and the lines that it printed."""
+    path, said = tmp_path_factory.mktemp("trained") / "run", io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.cli.grammar.FIRST_HEARTBEAT", 0.01)
         assert skills("train", "--max_nodes", "1", "--graph-path", str(path), *QUICK) == 0
-    return path
+    return path, said.getvalue().splitlines()
 
 
 @pytest.fixture
-def trained(trained_once: Path, tmp_path: Path) -> Path:
+def trained(trained_once: tuple[Path, list[str]], tmp_path: Path) -> Path:
     """A run that is over, in a folder that a test may change."""
-    return shutil.copytree(trained_once, tmp_path / "run")
+    return shutil.copytree(trained_once[0], tmp_path / "run")
 
 
 def test_a_run_leaves_a_summary_pictures_state_and_config(trained: Path) -> None:
@@ -134,7 +136,9 @@ def test_status_summary_and_pages_tell_the_same_seconds(trained: Path, tmp_path:
     assert sum(map(float, rows)) == pytest.approx(total, abs=0.1 * len(rows))
     assert main(["view", str(trained), "--export", str(tmp_path / "page.html")]) == 0
     shown = re.search(r"training in all\D+([\d.]+) s<", (tmp_path / "page.html").read_text())
-    assert float(shown[1]) == pytest.approx(total, abs=0.1)
+    assert float(shown[1]) == pytest.approx(
+        total, abs=0.1 if total < 10 else 0.5
+    )  # from 10 s on in whole ones
 
 
 def test_logs_print_what_the_training_wrote(trained: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -199,12 +203,8 @@ def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest
     assert events[3]["heads"] == {"0": {"version": 1, "frames": events[3]["heads"]["0"]["frames"]}}
 
 
-def test_what_is_in_training_is_told_in_between(
-    tmp_path: Path, prints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.cli.grammar.FIRST_HEARTBEAT", 0.01)
-    few = [*QUICK, "--max_nodes", "1", "--evaluation-worlds", "0"]
-    lines = prints("skills", "train", "--graph-path", tmp_path, *few).splitlines()
+def test_what_is_in_training_is_told_in_between(trained_once: tuple[Path, list[str]]) -> None:
+    lines = trained_once[1]
     states = [re.sub(r"^ +\d+\.\d s  ", "", line) for line in lines if "Collect Wood:" in line]
     states = [line for line in states if not line.startswith("…")]
     assert states == ["Collect Wood: running", "Collect Wood: completed"]
@@ -276,28 +276,23 @@ def test_a_dry_run_prints_the_plans_that_are_trained_with_where_places_are_left_
     ) in capsys.readouterr().out
 
 
-def test_without_the_extra_of_trainings_nothing_is_made_or_launched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "what", "extra"),
+    [("safetensors", "training skills", "train"), ("craftax", "the world 'craftax'", "craftax")],
+)
+def test_what_is_not_installed_is_told_before_anything_is_made_or_launched(
+    tmp_path: Path, prints, monkeypatch: pytest.MonkeyPatch, package: str, what: str, extra: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert skills("train", "--graph-path", str(tmp_path / "x")) == 1
-    assert (
-        'training skills needs an extra: in the clone of shoal, run pip install ".[train]"'
-        in capsys.readouterr().err
-    )
+    monkeypatch.setitem(sys.modules, package, None)
+    told = prints("skills", "train", "--env-name", "craftax", "--graph-path", tmp_path / "x", code=1)
+    assert f'{what} needs an extra: in the clone of shoal, run pip install ".[{extra}]"' in told
     assert not (tmp_path / "x").exists()
 
 
-def test_a_world_whose_package_is_not_installed_is_told_before_anything_is_made_or_launched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_scheduler_of_a_world_whose_package_is_not_installed_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "craftax", None)
-    assert skills("train", "--env-name", "craftax", "--graph-path", str(tmp_path / "x")) == 1
-    assert (
-        "the world 'craftax' needs an extra: in the clone of shoal, run pip install \".[craftax]\""
-        in capsys.readouterr().err
-    )
-    assert not (tmp_path / "x").exists()
     scheduler = SkillScheduler(tmp_path / "y", world="craftax-classic")
     with pytest.raises(MissingExtraError, match="the world 'craftax-classic' needs an extra"):
         scheduler.run()

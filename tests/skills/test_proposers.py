@@ -241,16 +241,32 @@ def test_a_failure_opens_the_frontier_again_and_the_proposer_is_told(tmp_path: P
     assert proposer.asked[-1][1]["Collect Wood"] == "too hard"
 
 
-def test_an_error_of_the_proposer_comes_out_after_what_was_queued(tmp_path: Path, scripted) -> None:
-    class Breaks(Recording):
-        def next_skill(self, known, completed, failed):
-            if not self.left:
-                raise EngineError("the server is gone")
-            return super().next_skill(known, completed, failed)
+class Breaks(Recording):
+    """A proposer whose server is gone in the end."""
 
+    def next_skill(self, known, completed, failed):
+        if not self.left:
+            raise EngineError("the server is gone")
+        return super().next_skill(known, completed, failed)
+
+
+CIRCLE = replace(SKILLS[0], name="Sow", requirements={"sapling": 1}, gain={"sapling": 1})
+
+
+@pytest.mark.parametrize(
+    ("proposer", "error", "message"),
+    [
+        (Breaks(SKILLS[:1]), EngineError, "the server is gone"),
+        (Recording([SKILLS[0]] * 9), ConfigError, "named 'Collect Wood', which is among the skills already"),
+        (Recording([SKILLS[0], CIRCLE]), ConfigError, "skills wait for each other: Sow -> Sow"),
+    ],
+)
+def test_an_error_of_proposing_comes_out_after_what_was_queued(
+    tmp_path: Path, scripted, proposer: Recording, error: type[Exception], message: str
+) -> None:
     s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
-    with pytest.raises(EngineError, match="the server is gone"):
-        s.run(Breaks(SKILLS[:1]), 5)
+    with pytest.raises(error, match=message):
+        s.run(proposer, 5)
     assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 
@@ -300,21 +316,6 @@ def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -
         ("Drink Water", 100),
         ("Collect Wood", 100),
     ]
-
-
-def test_a_proposer_that_names_one_skill_for_ever_is_an_error(tmp_path: Path, scripted) -> None:
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
-    with pytest.raises(ConfigError, match="named 'Collect Wood', which is among the skills already"):
-        s.run(Recording([SKILLS[0]] * 9), 5)
-    assert list(s.get_completed_skills()) == ["Collect Wood"]
-
-
-def test_a_proposal_that_cannot_be_had_is_an_error_after_what_was_queued(tmp_path: Path, scripted) -> None:
-    circle = replace(SKILLS[0], name="Sow", requirements={"sapling": 1}, gain={"sapling": 1})
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
-    with pytest.raises(ConfigError, match="skills wait for each other: Sow -> Sow"):
-        s.run(Recording([SKILLS[0], circle]), 5)
-    assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 
 def test_a_proposal_after_one_that_a_kill_cut_short_is_replayed(server: Server, tmp_path: Path) -> None:
