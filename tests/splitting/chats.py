@@ -11,6 +11,11 @@ def talk(answer="ho"):
     return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
 
 
+def atif(steps, **more):
+    """A trajectory in Harbor's format."""
+    return {"schema_version": "ATIF-v1.7", "session_id": "s", "steps": steps, **more}
+
+
 def lines(place, *rows):
     place.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place

@@ -1,5 +1,6 @@
 """Samples of any chat equal those of a plain program: tools, Unicode, several images a turn, every window setting."""
 
+import copy
 import json
 
 import numpy as np
@@ -111,8 +112,6 @@ def check(processor, folder, number, grouping):
 )
 def test_samples_are_those_that_a_plain_program_writes(processor, tmp_path, first, count, grouping):
     if grouping:
-        import copy
-
         processor = copy.copy(processor)
         processor.chat_template = GROUPING
     for number in range(first, first + count):

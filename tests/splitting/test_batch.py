@@ -4,9 +4,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from shoal.core.errors import DataError
-from shoal.splitting import Batch, StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting import Batch, ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.exports import write_chats, write_sharegpt
+from shoal.splitting.images import fitted_size
+from shoal.splitting.readers.recordings import FolderReader
 
 from test_executors import assert_same_batches  # isort: skip
 
@@ -125,10 +129,6 @@ def test_verl_computes_advantages_that_see_the_reward(make_batch):
 
 
 def test_a_picture_is_rebuilt_from_its_patches(make_batch, processor, tmp_path):
-    from PIL import Image
-
-    from shoal.splitting.images import fitted_size
-
     shown = make_batch().pixels[0].picture(1)
     path = next((tmp_path / "recordings").glob("*000*/image_0001.png"))
     image = Image.open(path).convert("RGB")
@@ -143,10 +143,6 @@ def test_a_picture_is_rebuilt_from_its_patches(make_batch, processor, tmp_path):
 def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
     processor, make_root, tmp_path, suffix, parts
 ):
-    from shoal.splitting import ChatReader
-    from shoal.splitting.exports import write_chats
-    from shoal.splitting.readers.recordings import FolderReader
-
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
     root, ids = make_root(2, steps=3, size=(60, 60))
@@ -169,9 +165,6 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_answers_that_are_context_and_tools_are_the_same_in_a_file_of_chats(tmp_path, suffix):
-    from shoal.splitting import ChatReader
-    from shoal.splitting.exports import write_chats, write_sharegpt
-
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
     source = tmp_path / "source.jsonl"
@@ -195,9 +188,6 @@ def test_answers_that_are_context_and_tools_are_the_same_in_a_file_of_chats(tmp_
 
 def test_a_file_of_chats_that_could_not_be_written_leaves_nothing(make_root, tmp_path):
     pytest.importorskip("pyarrow")
-    from shoal.splitting.exports import write_chats
-    from shoal.splitting.readers.recordings import FolderReader
-
     root, ids = make_root(2, steps=1, size=(60, 60))
 
     def recordings():

@@ -8,7 +8,7 @@ from chats import lines, rows_in, talk
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter, find_reader
-from shoal.splitting.readers.formats import AgentNetReader, AtifReader, LiteSampleReader, OSWorldReader
+from shoal.splitting.readers.formats import AtifReader, OSWorldReader
 from shoal.splitting.readers.recordings import FolderReader
 
 BOM = b"\xef\xbb\xbf"
@@ -195,7 +195,7 @@ def test_a_byte_order_mark_is_no_text_in_any_file(tmp_path):
     assert (recording.uid, recording.reward, recording.messages[1].text) == ("task", 1.0, "yes")
 
 
-@pytest.mark.parametrize("where", ["instruction.txt", "task.json", "task_config.json"])
+@pytest.mark.parametrize("where", ["instruction.txt", "task.json"])
 def test_a_byte_order_mark_is_no_text_in_results_of_osworld(tmp_path, where):
     folder = tmp_path / "task"
     marked(folder / where, "Go." if where.endswith("txt") else '{"instruction": "Go."}')
@@ -208,18 +208,13 @@ def test_a_byte_order_mark_is_no_text_in_results_of_osworld(tmp_path, where):
     )
 
 
-def test_a_byte_order_mark_is_no_text_in_trials_tasks_and_rows(tmp_path):
+def test_a_byte_order_mark_is_no_text_in_trials(tmp_path):
     trial = tmp_path / "job" / "hello"
     marked(trial / "agent" / "trajectory.json", json.dumps(atif("yes")))
     marked(trial / "result.json", '{"task_name": "hi"}')
     marked(trial / "verifier" / "reward.txt", "1\n")
     recording = find_reader(tmp_path / "job").read("hello")
     assert (recording.uid, recording.reward, recording.messages[-1].text) == ("hi", 1.0, "yes")
-    step = {"image": "data:image/png;base64,AAAA", "value": {"code": "click()"}}
-    task = {"task_id": "t", "instruction": "Go.", "traj": [step]}
-    assert AgentNetReader(marked(tmp_path / "tasks.jsonl", json.dumps(task))).ids() == ["t"]
-    row = {"images": [], "messages": talk("yes"), "metadata": {"others": {"id": "r"}}}
-    assert LiteSampleReader(marked(tmp_path / "rows.jsonl", json.dumps(row))).ids() == ["r"]
 
 
 # --- what later samples repeat

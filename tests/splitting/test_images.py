@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from shoal.core.errors import DataError
 from shoal.core.seeding import stream
-from shoal.splitting import StepwiseTrajectorySplitter
+from shoal.splitting import StepwiseTrajectorySplitter, images
 from shoal.splitting.images import cut_patches, decode_rgb, image_size
 
 
@@ -159,8 +159,6 @@ def test_exif_that_nobody_can_read_turns_nothing(tmp_path):
     ("store", "size"), [("u8", (28, 28)), ("u8", (1400, 1400)), ("u8", (84, 28)), ("float32", (28, 28))]
 )
 def test_a_file_that_changes_between_two_looks_is_an_error(processor, tmp_path, monkeypatch, store, size):
-    import shoal.splitting.images as images
-
     root = recordings(tmp_path / "recordings", encoded("PNG", 280, 280))
     screen = root / "hostile" / "screen.png"
 

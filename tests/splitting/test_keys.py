@@ -9,7 +9,7 @@ import json
 import logging
 
 import pytest
-from chats import lines, rows_in
+from chats import atif, lines, rows_in
 
 from shoal.core.errors import DataError
 from shoal.splitting import (
@@ -74,9 +74,7 @@ def as_atif(folder, messages, mark):
         {"source": "user" if m["role"] == "user" else "agent", "message": m["content"]} for m in messages
     ]
     steps[1] |= mark
-    return AtifReader(
-        lines(folder / "a.jsonl", {"schema_version": "ATIF-v1.7", "session_id": "s", "steps": steps})
-    )
+    return AtifReader(lines(folder / "a.jsonl", atif(steps)))
 
 
 def as_osworld(folder, messages, mark):
@@ -348,13 +346,8 @@ def test_every_reader_of_chats_brings_tools_along(tmp_path):
     (tmp_path / "one" / "task_config.json").write_text(json.dumps({"tools": TOOLS}))
     assert list(FolderReader(tmp_path).read("one").tools) == TOOLS
     steps = [{"source": "user", "message": "?"}, {"source": "agent", "message": "!"}]
-    atif = {
-        "schema_version": "ATIF-v1.7",
-        "session_id": "s",
-        "agent": {"tool_definitions": TOOLS},
-        "steps": steps,
-    }
-    assert list(AtifReader(lines(tmp_path / "atif.jsonl", atif)).read("s").tools) == TOOLS
+    acted = atif(steps, agent={"tool_definitions": TOOLS})
+    assert list(AtifReader(lines(tmp_path / "atif.jsonl", acted)).read("s").tools) == TOOLS
     lite = {"images": [], "messages": chat(), "metadata": {"others": {"id": "l"}}, "tools": TOOLS}
     assert list(LiteSampleReader(lines(tmp_path / "lite.jsonl", lite)).read("l").tools) == TOOLS
 

@@ -1,7 +1,11 @@
+import shutil
+import unicodedata
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from shoal.core.errors import DataError
 from shoal.splitting import build_qwen_processor, load_processor
@@ -35,25 +39,11 @@ def test_the_built_tokenizer_is_the_one_of_the_package(tmp_path):
 
 @settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_any_text_comes_back_from_its_tokens(text):
-    import unicodedata
-
-    processor = any_text.processor
+def test_any_text_comes_back_from_its_tokens(processor, text):
     assert processor.tokenizer.decode(processor.tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
 
 
-class any_text:  # noqa: N801  hypothesis tests take no fixtures that change
-    processor = None
-
-
-@pytest.fixture(autouse=True)
-def _keep(processor):
-    any_text.processor = processor
-
-
 def test_a_processor_that_was_saved_by_transformers_loads_again(processor, tmp_path):
-    from PIL import Image
-
     processor.save_pretrained(tmp_path / "saved")
     again = load_processor(tmp_path / "saved")
     image = Image.fromarray(np.arange(90 * 70 * 3, dtype=np.uint8).reshape(70, 90, 3))
@@ -88,8 +78,6 @@ def test_fitted_sizes_are_those_of_transformers(width, height, factor, kilo):
 
 @pytest.mark.parametrize("change", ["empty", "template", "settings", "tokenizer"])
 def test_a_folder_that_is_no_processor_says_so(processor_folder, tmp_path, change):
-    import shutil
-
     folder = tmp_path / "p"
     if change == "empty":
         folder.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import lines, rows_in, talk, tar_of
+from chats import atif, lines, rows_in, talk, tar_of
 from tests.records import Exchange, exchanges, trajectory_of
 
 from shoal.core.data import write_trajectories
@@ -431,7 +431,7 @@ def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind, torn)
         else:
             place = root / f"r{number}" / "agent" / "trajectory.json"
             place.parent.mkdir(parents=True)
-            told = json.dumps({"schema_version": "ATIF-v1.4", "session_id": "s", "steps": steps})
+            told = json.dumps(atif(steps))
             place.write_text(told if number != torn else told[:-9])
     reader = find_reader(root)
     names = reader.ids()
@@ -465,7 +465,7 @@ def test_a_screen_with_a_padded_number_is_no_first_screen(osworld):
 
 def test_a_torn_or_empty_file_does_not_hide_of_what_kind_the_others_are(tmp_path):
     steps = [{"source": "user", "message": "hi"}, {"source": "agent", "message": "ho"}]
-    told = json.dumps({"schema_version": "ATIF-v1.4", "session_id": "s", "steps": steps})
+    told = json.dumps(atif(steps))
     (tmp_path / "a.json").write_text(told[:-9])
     (tmp_path / "b.jsonl").write_text("")
     (tmp_path / "c.jsonl").write_text(told[:-9] + "\n" + told)

@@ -3,10 +3,13 @@
 import errno
 import json
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from shoal.core.errors import DataError
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
@@ -89,8 +92,6 @@ def test_symbolic_links_do_not_lead_out_of_the_folder(processor, make_root, tmp_
 
 def bomb(path, width, height):
     """A PNG of a few bytes whose header promises more pixels than it has."""
-    import struct
-    import zlib
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -212,8 +213,6 @@ def test_what_the_machine_ran_short_of_is_no_fault_of_a_recording(
     processor, make_root, monkeypatch, filtered
 ):
     """It would be left out for good: a shard that is there is not split again."""
-    from PIL import Image
-
     root, ids = make_root(2, steps=1, size=(60, 60))
 
     def none_left(*_, **__):

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from chats import lines
+from chats import atif, lines
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader
@@ -28,21 +28,15 @@ def lite(results, ids=NAMES):
     return {"id": "x", "images": [], "metadata": "{}", "messages": json.dumps(messages)}
 
 
-def atif(results, ids=NAMES):
+def harbor(results, ids=NAMES):
     calls = [{"tool_call_id": name, "function_name": "get", "arguments": {}} for name in ids]
     came = [{"source_call_id": name, "content": text} for name, text in results]
     acted = {"source": "agent", "message": "", "tool_calls": calls, "observation": {"results": came}}
-    steps = [{"source": "user", "message": "go"}, acted, {"source": "agent", "message": "done"}]
-    return {
-        "schema_version": "ATIF-v1.7",
-        "session_id": "x",
-        "agent": {"name": "n", "version": "1"},
-        "steps": steps,
-    }
+    return atif([{"source": "user", "message": "go"}, acted, {"source": "agent", "message": "done"}])
 
 
 formats = pytest.mark.parametrize(
-    ("reader", "record"), [(ChatReader, chat), (LiteSampleReader, lite), (AtifReader, atif)]
+    ("reader", "record"), [(ChatReader, chat), (LiteSampleReader, lite), (AtifReader, harbor)]
 )
 
 
@@ -83,7 +77,7 @@ def test_results_stay_as_they_came_where_there_are_no_ids(results_of):
     swapped = [("b", "2"), ("a", "1"), ("c", "3")]
     assert results_of(ChatReader, chat(swapped, ids=(None, None, None))) == ["2", "1", "3"]
     assert results_of(ChatReader, chat([(None, text) for _, text in swapped])) == ["2", "1", "3"]
-    assert results_of(AtifReader, atif(swapped, ids=(None, None, None))) == ["2", "1", "3"]
+    assert results_of(AtifReader, harbor(swapped, ids=(None, None, None))) == ["2", "1", "3"]
 
 
 def test_results_stand_in_order_with_messages_of_the_user_between_them(results_of):

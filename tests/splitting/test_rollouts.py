@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,8 +115,6 @@ def test_too_few_steps_and_foreign_prompts_are_refused(processor, sampled):
     ],
 )
 def test_tokens_of_any_reader_are_checked_before_they_train(processor, sampled, ids, logprobs, message):
-    from dataclasses import replace
-
     root, names, steps, _ = sampled
 
     class Mine(FolderReader):

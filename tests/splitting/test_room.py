@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 
@@ -28,8 +29,6 @@ class Work:
 
 @pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
 def test_the_work_for_a_recording_grows_with_its_length_and_no_faster(processor, tmp_path, cls, monkeypatch):
-    from PIL import Image
-
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
     work, letters = {}, Counter()
     tokenizer = processor.tokenizer

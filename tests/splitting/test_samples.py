@@ -9,6 +9,7 @@ import torch
 from shoal.core.errors import DataError
 from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.encode import MODEL_TEXT
+from shoal.splitting.synthetic import write_gui_recordings
 
 
 def answers(root, name):
@@ -200,8 +201,6 @@ def test_each_window_shows_at_most_limit_images(processor, make_root):
 
 
 def test_failed_trajectories_skip_their_first_steps_under_traj_filter(processor, tmp_path):
-    from shoal.splitting.synthetic import write_gui_recordings
-
     ids = []
     for number, steps in enumerate((2, 5, 6, 3)):  # the successful ones have 2 and 5 steps: int(3.5) = 3
         ids += write_gui_recordings(tmp_path / str(number), 1, steps=steps, size=(60, 60), seed=number)

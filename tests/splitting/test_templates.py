@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
@@ -201,8 +203,6 @@ def test_processors_of_other_kinds_see_each_image_once(processor, make_root, sto
 
 
 def test_what_a_tokenizer_puts_around_any_text_does_not_stand_around_each_image(processor, make_root):
-    from tokenizers.processors import TemplateProcessing
-
     root, ids = make_root(1, steps=2, size=(90, 60))
     dressed = copy.deepcopy(processor)
     dressed.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -230,8 +230,6 @@ def test_another_way_of_resampling_is_imitated_too(processor, make_root):
     other.image_processor = copy.deepcopy(processor.image_processor)
     other.image_processor.resample = 2
     splitter = StepwiseTrajectorySplitter(other, root, store="u8", padding="longest")
-    from PIL import Image
-
     inputs = splitter.split(ids)["multi_modal_inputs"][1]
     images = [Image.open(path).convert("RGB") for path in sorted((root / ids[0]).glob("*.png"))]
     wanted = other.image_processor(images=images, return_tensors="pt")
