@@ -459,7 +459,7 @@ def test_who_does_not_wait_for_trainings_is_not_kept_by_one_who_does(tmp_path: P
     other = Store(tmp_path)
     waits = in_thread(lambda: ask_to_stop(other, wait=True))
     wait_for(lambda: s.store.setting("stop") == "drain")
-    assert ask_to_stop(Store(tmp_path), wait=False, patience=20)
+    assert ask_to_stop(Store(tmp_path), wait=False)
     run.join(timeout=60)
     waits.join(timeout=60)
     assert launcher.killed == [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.graph.store import SkillRow, Store
+from shoal.skills.graph.store import PATIENCE, SkillRow, Store
 
 STOP = "stop"  # the setting by which others ask a scheduler to end: "drain" or "kill"
 
@@ -70,17 +70,16 @@ def ask_to_cancel(store: Store, name: str) -> SkillRow:
         return row
 
 
-def ask_to_stop(store: Store, *, wait: bool, patience: float = 60.0) -> bool:
+def ask_to_stop(store: Store, *, wait: bool) -> bool:
     """Ask the scheduler of a folder to end, and wait until it has; False if there is none.
 
     Args:
         store: of the run.
         wait: let trainings end first; else they are ended, and go on from their checkpoints when resumed.
-        patience: seconds to wait for a scheduler that is to end its trainings.
     """
     if not store.is_held():
         return False
-    until, how = time.monotonic() + patience, "drain" if wait else "kill"
+    until, how = time.monotonic() + PATIENCE, "drain" if wait else "kill"
     while store.is_held():
         if store.setting(STOP) not in ("kill", how):  # which ends also what others wait for
             store.set_setting(STOP, how)

@@ -37,13 +37,12 @@ def with_experts(store: Store) -> dict[str, dict[str, Any]]:
 
 def export_views(store: Store) -> None:
     """Bring the folders and files up to date; what is right already is not touched."""
-    completed = with_experts(store)
-    for row in map(store.skill, completed):
+    for row in store.skills():
         if row.expert is not None and (head := store.head(row.expert)):
             _export_skill(store, row, head)
     folder = store.root / "checkpoints"
     folder.mkdir(exist_ok=True)
-    _show_json(folder / "global_latest.json", {"skills": completed})
+    _show_json(folder / "global_latest.json", {"skills": with_experts(store)})
 
 
 def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
@@ -152,9 +151,8 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
     return {
         "skills": skills,
         "max_parallel": max_parallel,
-        "currently_running": [row.slug for row in rows if row.status in ("running",)],
-        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1)
-        + 1,
+        "currently_running": [row.slug for row in rows if row.status == "running"],
+        "next_expert_idx": max(assignments.values(), default=-1) + 1,
         "expert_assignments": assignments,
     }
 
