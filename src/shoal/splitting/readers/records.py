@@ -186,7 +186,7 @@ class RecordReader:
     def _records_of(self, file: Path) -> Iterator[Found]:
         """The records of a file that are recordings; keys of theirs that are not read are named in one line."""
         unread: Counter[str] = Counter()
-        for number, (place, named, value) in enumerate(_places_and_breaks(file, self.columns, self.parsed)):
+        for number, (place, named, value) in enumerate(_places(file, self.columns, self.parsed)):
             if not self.is_recording(named):
                 continue
             try:
@@ -447,23 +447,21 @@ Parse = Callable[[bytes, str], Any]
 """Makes a value of a line; the text says where it stands, for errors."""
 
 
-def _named_places(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any, Any]]:
-    """(place, what names it, the record) of each record of a file; of a table only some columns are read."""
+def _places(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any, Any]]:
+    """(place, what names it, the record) of each record of a file; of a table only some columns are read.
+
+    Where the file cannot be read on, the reason is the place of a last one.
+    """
     kind = file.suffix.lower()
-    if kind == ".json":
-        yield from (((number,), value, value) for number, value in enumerate(_json_records(file)))
-    elif kind == ".parquet":
-        yield from ((place, row, row) for place, row in _rows(file, columns))
-    elif kind == ".tar":
-        yield from _tar_places(file)
-    else:
-        yield from ((place, value, value) for place, value in lines_of(file, parse))
-
-
-def _places_and_breaks(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any, Any]]:
-    """`_named_places`; where the file cannot be read on, the reason stands in place of a last record."""
     try:
-        yield from _named_places(file, columns, parse)
+        if kind == ".json":
+            yield from (((number,), value, value) for number, value in enumerate(_json_records(file)))
+        elif kind == ".parquet":
+            yield from ((place, row, row) for place, row in _rows(file, columns))
+        elif kind == ".tar":
+            yield from _tar_places(file)
+        else:
+            yield from ((place, value, value) for place, value in lines_of(file, parse))
     except DataError as error:
         if fault := shortage(error):
             raise fault from None
@@ -642,12 +640,10 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
 def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
-        for place, named, value in _places_and_breaks(file, (), _parsed):
-            if isinstance(place, DataError) or named is None:
-                continue
-            if file.suffix.lower() == ".parquet":
+        for _, _, value in _places(file, (), _parsed):
+            if value is not None and file.suffix.lower() == ".parquet":
                 with _parquet(file) as table:
                     return dict.fromkeys(table.schema_arrow.names)
-            with contextlib.suppress(DataError):
-                return _tar_record(file, place[1])[0] if file.suffix.lower() == ".tar" else value
+            if value is not None:
+                return value
     return None
