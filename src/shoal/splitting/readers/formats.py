@@ -46,10 +46,10 @@ from shoal.splitting.readers.recordings import (
 from shoal.splitting.readers.records import (
     Record,
     RecordReader,
+    chat_of,
     first_known,
     lines_of,
     row_images,
-    system_prompt,
 )
 
 
@@ -602,17 +602,9 @@ class LiteSampleReader(RecordReader):
         ]
         returned, done = others.get("episode_return"), others.get("task_completed")
         reward = done if returned is None else returned
-        return record.recording(
-            (
-                *system_prompt(row.get("system"), messages, record),
-                *parse_messages(
-                    messages, record.source, record.locate, trained=is_trained(row, record.source)
-                ),
-            ),
-            tools=tools_of(row, record.source),
-            uid=first_known(others.get("task_id"), others.get("source_id"), record.id),
-            reward=None if reward is None else float(reward) if isinstance(reward, bool) else reward,
-        )
+        uid = first_known(others.get("task_id"), others.get("source_id"), record.id)
+        reward = float(reward) if isinstance(reward, bool) else reward
+        return chat_of(record, row, messages, uid=uid, reward=reward)
 
     def _message(self, item: Any, images: Sequence[str], where: str) -> dict[str, Any]:
         if not isinstance(item, dict):

@@ -318,19 +318,21 @@ class ChatReader(RecordReader):
         if fields.get("images") is not None:
             references, record = row_images(record, fields["images"])
             messages = _with_listed_images(messages, references, record.source)
-        trained = is_trained(fields, record.source)
-        return record.recording(
-            (
-                *system_prompt(fields.get("system"), messages, record),
-                *parse_messages(messages, record.source, record.locate, trained=trained),
-            ),
-            uid=first_known(fields.get("task_id"), fields.get("uid"), record.id),
-            reward=fields.get("reward"),
-            tools=tools_of(fields, record.source),
-        )
+        uid = first_known(fields.get("task_id"), fields.get("uid"), record.id)
+        return chat_of(record, fields, messages, uid=uid, reward=fields.get("reward"))
 
 
-def system_prompt(content: Any, messages: Any, record: Record) -> tuple[Message, ...]:
+def chat_of(record: Record, row: Mapping[str, Any], messages: Any, **about: Any) -> Recording:
+    """The recording of a row's messages, with the system prompt, the tools and the marks that stand beside them."""
+    trained = is_trained(row, record.source)
+    said = (
+        *_system_prompt(row.get("system"), messages, record),
+        *parse_messages(messages, record.source, record.locate, trained=trained),
+    )
+    return record.recording(said, tools=tools_of(row, record.source), **about)
+
+
+def _system_prompt(content: Any, messages: Any, record: Record) -> tuple[Message, ...]:
     """The system prompt that stands beside messages, as a message to put before them."""
     where = f"{record.source}, system"
     if not is_there(content):
