@@ -120,6 +120,8 @@ def test_a_small_curve_stands_at_its_value_within_a_fixed_scale():
     def heights(drawn):
         return [float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', drawn)[1])]
 
+    assert [spark([]), spark([0.5])] == ["", ""]
+    assert 'points="2.0,20.0 98.0,4.0"' in spark([0.0, 1.0])
     # the picture reaches from 20, the lowest value, up to 4
     assert heights(spark([0.0, 0.0], (0.0, 1.0))) == [20, 20]
     assert heights(spark([1.0, 1.0], (0.0, 1.0))) == [4, 4]
@@ -211,7 +213,10 @@ def test_the_sentences_that_are_installed_are_those_of_the_docs():
 
 
 def test_numbers_of_a_long_run_are_thinned_by_metric_and_keep_their_extremes():
-    rows = [{"iteration": k, "loss": float(k == 4321), "rare": 7 if k == 77 else None} for k in range(10_000)]
+    rows = [
+        {"iteration": k, "loss": {4321: 1.0, 5678: -1.0}.get(k, 0.0), "rare": 7 if k == 77 else None}
+        for k in range(10_000)
+    ]
     held = table(rows, ("iteration",), ("loss", "rare", "missing"))
     points = {
         name: [
@@ -222,7 +227,7 @@ def test_numbers_of_a_long_run_are_thinned_by_metric_and_keep_their_extremes():
     }
     assert len(points["loss"]) < 610
     assert len(held["rows"]) < 611  # what is drawn of no metric is not in the page
-    assert {(0, 0, 0.0), (4321, 4321, 1.0), (9999, 9999, 0.0)} <= set(points["loss"])
+    assert {(0, 0, 0.0), (4321, 4321, 1.0), (5678, 5678, -1.0), (9999, 9999, 0.0)} <= set(points["loss"])
     assert points["rare"] == [(77, 77, 7)]
     assert "missing" not in held["curves"]
 

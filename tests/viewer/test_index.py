@@ -161,14 +161,6 @@ def test_a_place_in_a_list_has_its_neighbours(index):
     assert index.place_of(index.find("train-000001:0"), Filter(env="Other"), "file").at is None
 
 
-def test_neighbours_of_a_group_are_other_groups(index):
-    first = index.place_of(
-        index.find("train-000001:1"), Filter(file="train-000001.jsonl"), "file", groups=True
-    )
-    assert (first.at, first.total, first.before) == (0, 2, None)
-    assert first.behind.name == "train-000001:2"
-
-
 def test_filters_leave_what_they_say(index):
     assert [e.member for e in index.episodes(Filter(outcome="truncated"))] == [1]
     assert index.count(Filter(cause="env_error: boom\nat line 3")) == 1
