@@ -1,13 +1,11 @@
 """Games of several seats from one of them: whose turn it is, who plays the others, and what their moves depend on."""
 
-import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import gymnasium
 import numpy as np
 import pytest
+from tests.rollout.doubles import FakeServer
 
 import shoal.envs
 from shoal.cli.main import main
@@ -193,43 +191,23 @@ def test_a_game_that_lists_no_moves_has_no_random_opponent():
 # --- a model behind a server
 @pytest.fixture
 def server():
-    """Answers chats by the function `answer` of the server: a status and a text."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.server.asked.append((self.path, body))
-            status, text = self.server.answer(len(self.server.asked), body)
-            reply = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *args):
-            pass
-
-    found = HTTPServer(("127.0.0.1", 0), Handler)
-    found.asked = []
-    threading.Thread(target=found.serve_forever, daemon=True).start()
-    yield found
-    found.shutdown()
-    found.server_close()
+    with FakeServer("vllm") as server:
+        yield server
 
 
 def against(server, **more):
-    address = f"http://127.0.0.1:{server.server_port}/v1"
-    return tic_tac_toe(seat=0, opponent={"plays": address, "model": "m", **more})
+    return tic_tac_toe(seat=0, opponent={"plays": f"{server.url}/v1", "model": "m", **more})
 
 
 def test_a_model_behind_a_server_plays_the_other_seat_and_is_asked_again_when_it_is_busy(server):
     pytest.importorskip("textarena")
-    server.answer = lambda count, body: (503, "") if count == 1 else (200, "I take [0].")
+    server.faults, server.say = [503], lambda said: "I take [0]."
     env = against(server)
     env.reset(seed=0)
     seen, *_ = env.step("[4]")
     assert "Player 1 placed their symbol (X) in cell 0" in seen
-    (path, body), again = server.asked
-    assert (path, body) == again
+    (path, body, _), again = server.seen
+    assert (path, body) == again[:2]
     assert path == "/v1/chat/completions"
     assert (body["model"], body["temperature"]) == ("m", 0.0)
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
@@ -239,9 +217,9 @@ def test_a_model_behind_a_server_plays_the_other_seat_and_is_asked_again_when_it
 @pytest.mark.parametrize(("status", "said"), [(401, "HTTPError: HTTP Error 401"), (503, "HTTP Error 503")])
 def test_a_server_that_gives_no_move_is_an_error_with_its_reason(server, status, said):
     pytest.importorskip("textarena")
-    server.answer = lambda count, body: (status, "no")
+    server.faults = [status] * 9
     env = against(server, timeout=0.6)
     env.reset(seed=0)
     with pytest.raises(EnvError, match=rf"the opponent at http://127.*gave no move: .*{said}"):
         env.step("[4]")
-    assert len(server.asked) == (1 if status == 401 else 2)
+    assert len(server.seen) == (1 if status == 401 else 2)
