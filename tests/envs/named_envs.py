@@ -66,10 +66,6 @@ class PlusOne(gymnasium.ObservationWrapper):
         return observation + 1
 
 
-def not_an_env():
-    return 3
-
-
 nothing = []
 
 

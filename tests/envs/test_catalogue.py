@@ -71,11 +71,6 @@ DOORS = ["frozen_lake", "CartPole-v1", f"{HERE}:NamedCounter-v0", f"{HERE}:make_
 """A name of each kind; every door resolves all others in the same way."""
 
 
-def first_observation(kind, seed):
-    """The oracle: Python's own way to make an env."""
-    return kind().reset(seed=seed)[0]
-
-
 # --- the table
 
 
@@ -152,7 +147,7 @@ def test_agents_play_every_form_and_see_what_is_no_text_as_text(name):
     assert isinstance(observation, str)
     assert info["available_actions"]
     if NAMES[name] in (FrozenLakeEnv, ParrotEnv):
-        assert observation == first_observation(NAMES[name], 3)
+        assert observation == NAMES[name]().reset(seed=3)[0]
     elif NAMES[name] is CartPoleEnv:
         assert observation.startswith("cart position: ") or len(observation.split()) == 4
     else:
