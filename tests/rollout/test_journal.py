@@ -13,7 +13,7 @@ from shoal.rollout.journal import Journal
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.play import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.run.filters import collect_with_signal
+from shoal.train.agent.run.playing import collect_with_signal
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 SETTINGS = {"seed": 7, "env": {"size": (4, 4)}}

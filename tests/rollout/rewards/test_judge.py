@@ -21,8 +21,8 @@ from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.run.filters import collect_with_signal
 from shoal.train.agent.run.metrics import rollout_metrics
+from shoal.train.agent.run.playing import collect_with_signal
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 COMMAND = """\

@@ -189,7 +189,7 @@ class AgentTrainer(Closing):
         if config.paid:
             answers = Answers(self.records.folder.path, self.processes.rank, self.records.folder.hold)
             self._judge = begun.enter_context(Judge(config.paid, answers))
-        self._ahead: Ahead[Played] | None = None
+        self._ahead: Ahead | None = None
         self._at: dict[str, At] = {}  # with a lag, what each collector samples by
         if config.trainer.lag:
             begun.enter_context(

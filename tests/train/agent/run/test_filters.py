@@ -6,8 +6,8 @@ from tests.records import Exchange, trajectory_of
 from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import Algorithm
-from shoal.train.agent.run.filters import collect_with_signal, filter_groups
-from shoal.train.agent.run.playing import best_groups
+from shoal.train.agent.run.filters import filter_groups
+from shoal.train.agent.run.playing import best_groups, collect_with_signal
 
 
 def played(group, reward, status="ok"):

@@ -26,9 +26,9 @@ class Follows(NamedTuple):
 
     path: str
     value: Any
-    replaces: Callable[[Any], bool]  # what may stand there instead
     when: Callable[[AgentConfig], bool]
     reason: str
+    replaces: str | None = "auto"  # what stands there instead; None: whatever does
 
 
 def _pretrained(config: AgentConfig) -> bool:
@@ -46,7 +46,7 @@ def _answers_freely(config: AgentConfig) -> bool:
 
 def _repeats_the_first(config: AgentConfig) -> bool:
     prompt = config.agent_proxy.prompt
-    return prompt.mode == "append" and prompt.first == prompt.later
+    return prompt.mode == "append" and prompt.first == prompt.later != ""
 
 
 def _plays_further_groups(config: AgentConfig) -> bool:
@@ -57,40 +57,35 @@ def _plays_once(config: AgentConfig) -> bool:
     return not _plays_further_groups(config)
 
 
-def _auto(value: Any) -> bool:
-    return bool(value == "auto")
-
-
-_some_text = bool
 FOLLOWS = (
-    Follows("algorithm.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
+    Follows("algorithm.learning_rate", 1e-3, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
-        "algorithm.learning_rate", 1e-5, _auto, _pretrained,
+        "algorithm.learning_rate", 1e-5, _pretrained,
         "auto: 0.00001 for a pretrained model: 0.00003 with the KL of GRPO ends SmolLM2-135M's exploration",
     ),
-    Follows("algorithm.critic.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
+    Follows("algorithm.critic.learning_rate", 1e-3, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
-        "algorithm.critic.learning_rate", 1e-5, _auto, _pretrained,
+        "algorithm.critic.learning_rate", 1e-5, _pretrained,
         "auto: 0.00001 for a pretrained body, as in verl",
     ),
     Follows(
-        "algorithm.filter_groups.enable", True, _auto, _plays_further_groups,
+        "algorithm.filter_groups.enable", True, _plays_further_groups,
         "auto: with max_num_gen_batches above 1, groups are played until enough of them differ",
     ),
     Follows(
-        "algorithm.filter_groups.enable", False, _auto, _plays_once, "auto: all groups that are played are learned from"
+        "algorithm.filter_groups.enable", False, _plays_once, "auto: all groups that are played are learned from"
     ),
     Follows(
-        "agent_proxy.prompt.prefill", "", _some_text, _answers_freely,
-        "none: with mode append, or with tools, an answer is the model's own from its first token",
+        "agent_proxy.prompt.prefill", "", _answers_freely,
+        "none: with mode append, or with tools, an answer is the model's own from its first token", None,
     ),
     Follows(
-        "agent_proxy.prompt.closing", "", _some_text, _answers_freely,
-        "none: with mode append, or with tools, an answer is the model's own to its last token",
+        "agent_proxy.prompt.closing", "", _answers_freely,
+        "none: with mode append, or with tools, an answer is the model's own to its last token", None,
     ),
     Follows(
-        "agent_proxy.prompt.later", "{observation}", _some_text, _repeats_the_first,
-        "with mode append the chat shows what the first message said",
+        "agent_proxy.prompt.later", "{observation}", _repeats_the_first,
+        "with mode append the chat shows what the first message said", None,
     ),
 )  # fmt: skip
 """All settings that the engine or the prompt decides; what no line names here has the value that the config says."""
@@ -100,7 +95,7 @@ def settle(config: AgentConfig) -> None:
     """Give those settings of `FOLLOWS` their value in a config that is being made."""
     for follows in FOLLOWS:
         section, *path = follows.path.split(".")
-        if follows.replaces(_at(config, follows.path)) and follows.when(config):
+        if follows.replaces in (None, _at(config, follows.path)) and follows.when(config):
             object.__setattr__(config, section, _with_field(getattr(config, section), path, follows.value))
 
 

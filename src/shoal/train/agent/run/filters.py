@@ -1,18 +1,15 @@
-"""Groups whose members have different returns: filtered, and played until there are enough (dynamic sampling).
+"""Groups whose members have different returns, and no others.
 
 The task's own reward is compared, never a shaped one, and failed episodes take no part.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shoal.core.data import Trajectory
-from shoal.samplers.sampler import Sampling
-from shoal.train.agent.algorithms.advantages import has_signal
+from shoal.train.agent.algorithms.advantages import discounted_returns, has_signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +80,5 @@ def differing(values: Sequence[float], episodes: Sequence[Trajectory]) -> set[in
 
 
 def discounted(trajectory: Trajectory, gamma: float) -> float:
-    """The discounted return of an episode: its rewards, the one of turn `t` times `gamma**t`."""
-    total = 0.0
-    for turn in reversed(trajectory.turns):
-        total = turn.reward + gamma * total
-    return total
-
-
-class Collector(Protocol):
-    """Plays groups of episodes."""
-
-    tags: tuple[str, ...]
-
-    def collect(
-        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
-    ) -> list[Trajectory]:
-        """Play groups once; trajectories come group by group, member by member."""
-
-
-def collect_with_signal(
-    collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int, gamma: float = 1.0
-) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
-    """Dynamic sampling: play whole groups, in the order of the plan, until enough of them have different rewards.
-
-    There are at most `max_batches`; further ones are new groups with seeds of their own. For `gamma` see
-    `filter_groups`.
-
-    Returns:
-        All trajectories played, those to learn from (whole episodes of at most as many groups as the collector has
-        tags), and the report.
-    """
-    wanted = len(collector.tags)
-    played: list[Trajectory] = []
-    n_groups = wanted
-    first, batch = 0, 0
-    while True:
-        played += collector.collect(iteration, sampling, first_group=first, n_groups=n_groups)
-        first, batch = first + n_groups, batch + 1
-        kept, report = filter_groups(played, wanted, batch, gamma)
-        if report.with_signal >= wanted or batch >= max_batches:
-            return played, kept, report
-        missing = wanted - report.with_signal
-        at_this_rate = math.ceil(missing * report.played / max(1, report.with_signal))
-        n_groups = min(wanted, at_this_rate)
+    """The discounted return of an episode; 0 for one that ended before its first turn."""
+    return next(iter(discounted_returns([turn.reward for turn in trajectory.turns], gamma)), 0.0)

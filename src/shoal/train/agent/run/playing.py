@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, ShoalError
@@ -21,10 +21,9 @@ from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig, FilterType
 from shoal.train.agent.optimizer import LOWER
 from shoal.train.agent.processes.distributed import Processes
-from shoal.train.agent.run.filters import collect_with_signal, discounted
+from shoal.train.agent.run.filters import FilterReport, discounted, filter_groups
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 CHECKED_SEEDS = 32
 """Episodes of an env that are played before training, as far as ten seconds allow."""
 
@@ -66,6 +65,33 @@ def play_groups(collector: SharedCollector, iteration: int, config: AgentConfig)
         )
         row |= filtered
     return played, learned, share, row
+
+
+def collect_with_signal(
+    collector: SharedCollector, iteration: int, sampling: Sampling, *, max_batches: int, gamma: float = 1.0
+) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
+    """Dynamic sampling: play whole groups, in the order of the plan, until enough of them have different rewards.
+
+    There are at most `max_batches`; further ones are new groups with seeds of their own. For `gamma` see
+    `filter_groups`.
+
+    Returns:
+        All trajectories played, those to learn from (whole episodes of at most as many groups as the collector has
+        tags), and the report.
+    """
+    wanted = len(collector.tags)
+    played: list[Trajectory] = []
+    n_groups = wanted
+    first, batch = 0, 0
+    while True:
+        played += collector.collect(iteration, sampling, first_group=first, n_groups=n_groups)
+        first, batch = first + n_groups, batch + 1
+        kept, report = filter_groups(played, wanted, batch, gamma)
+        if report.with_signal >= wanted or batch >= max_batches:
+            return played, kept, report
+        missing = wanted - report.with_signal
+        at_this_rate = math.ceil(missing * report.played / max(1, report.with_signal))
+        n_groups = min(wanted, at_this_rate)
 
 
 def best_groups(
@@ -161,20 +187,20 @@ class SharedCollector:
         self.collector.close()
 
 
-class Ahead(Closing, Generic[T]):
+class Ahead(Closing):
     """Plays one iteration after another, by `play`, beside the caller's thread."""
 
-    def __init__(self, play: Callable[[int], T]) -> None:
+    def __init__(self, play: Callable[[int], Played]) -> None:
         self._play = play
         self._thread = OwnThread("shoal-player")
-        self._begun: dict[int, Future[T]] = {}
+        self._begun: dict[int, Future[Played]] = {}
 
     def begin(self, iteration: int) -> None:
         """Play this iteration after those that were begun before, unless it is one of them."""
         if iteration not in self._begun:
             self._begun[iteration] = self._thread.submit(partial(self._play, iteration))
 
-    def take(self, iteration: int) -> T:
+    def take(self, iteration: int) -> Played:
         """What came of an iteration that was begun, once it is over."""
         return self._begun.pop(iteration).result()
 
