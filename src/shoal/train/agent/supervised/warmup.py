@@ -117,17 +117,13 @@ def warm_up(
     micro_batch_tokens: int,
     seed: int,
     *,
-    vector: VectorConfig | None = None,
-    failures: FailureLog | None = None,
-    sampling: Sampling = PLAIN,
-    toolbox: Toolbox | None = None,
     batching: Batching = "padded",
     processes: Processes = ALONE,
+    **playing: Any,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
-    `vector` says where the envs live, worker processes if not given; `failures` warns of episodes that fail; `sampling`
-    says how answers end; `toolbox` has the tools that the envs' answers call; all `processes` play the same episodes.
+    All `processes` play the same episodes; `playing` are further arguments of `warmup_samples`.
     """
     steps = config.steps
     if steps == "auto":
@@ -137,8 +133,7 @@ def warm_up(
         micro_batch_tokens=micro_batch_tokens, batching=batching, max_grad_norm=config.max_grad_norm
     )
     learner = Learner(policy, optimizer, algorithm, AgentProxy(), processes=processes)
-    given = policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
-    with warmup_samples(*given) as plays:
+    with warmup_samples(policy, makers, roles, prompter, config, seed, **playing) as plays:
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
@@ -185,6 +180,9 @@ def warmup_samples(
     """For each kind of env, by the alphabet, what is learned from: samples without end, of one episode after another.
 
     An episode whose env fails is played once more, and then left out.
+
+    `vector` says where the envs live, worker processes if not given; `failures` warns of episodes that fail; `sampling`
+    says how answers end; `toolbox` has the tools that the envs' answers call.
 
     Raises:
         EnvError: an env always fails.
