@@ -9,7 +9,7 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
-from shoal.core.data import read_advantages, read_trajectories
+from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.envs.text import Outcome
@@ -245,50 +245,6 @@ def test_a_run_is_closed_also_where_its_last_curves_cannot_be_drawn(tmp_path, mo
     kept.report({"iteration": 0, "heldout_success": 0.0})
     kept.close()
     records.Records(config, None).close()  # the folder is free again
-
-
-def test_the_advantage_of_every_token_that_was_trained_on_is_kept(finished):
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    told = {row["iteration"]: row.get("trained_tokens", 0) for row in rows}
-    files = sorted((finished / "advantages").iterdir())
-    assert [file.name for file in files] == [
-        f.name for f in sorted((finished / "trajectories").glob("train-*"))
-    ]
-    tokens = 0
-    for file in files:
-        played = dict(enumerate(read_trajectories(finished / "trajectories" / file.name)))
-        found = read_advantages(file, played)
-        assert found.keys() == played.keys()
-        kept = sum(len(turn) for turns in found.values() for turn in turns or ())
-        assert kept == told[int(file.stem[6:])]
-        tokens += kept
-        best = {}
-        for row, turns in found.items():
-            if turns is not None:
-                best.setdefault(played[row].group, []).append((played[row].reward, turns[0][0]))
-        for members in best.values():  # more reward in a group, more advantage
-            differ = max(members)[0] > min(members)[0]
-            assert (max(members)[1] > min(members)[1]) == differ
-    assert tokens
-
-
-def test_a_run_folder_is_never_overwritten(finished):
-    with pytest.raises(ConfigError, match="holds a run already: pass resume=true"):
-        train(finished)
-
-
-def test_a_run_is_not_continued_with_other_settings(finished):
-    with pytest.raises(DataError, match=r"algorithm\.gamma was 0\.97 and is 0\.5"):
-        train(finished, "resume=true", "algorithm.gamma=0.5")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(finished, name):
-    newest = list_checkpoints(finished / "checkpoints")[-1]
-    target = next(newest.rglob(name))
-    target.write_bytes(target.read_bytes()[:-1] + b"?")
-    with pytest.raises(DataError, match=rf"{name} was altered or truncated.*to go on from step-000003"):
-        train(finished, "resume=true")
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_the_way_out_of_a_damaged_one(finished):

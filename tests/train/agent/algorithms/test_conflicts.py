@@ -9,6 +9,7 @@ CONFLICTS = {
     "engine.model=smollm2 has no effect on engine.name=tiny": ["engine.model=smollm2"],
     "engine.train_last_layers=1 has no effect on engine.name=tiny": ["engine.train_last_layers=1"],
     "engine.dtype=bfloat16 has no effect on engine.name=tiny": ["engine.dtype=bfloat16"],
+    "model.lora.rank=4 needs a model of transformers, got engine.name=tiny": ["model.lora.rank=4"],
     "dual_clip=3.0 has no effect with policy_loss=gspo": ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"],
     "clip_ratio_low=0.1 has no effect with policy_loss=cispo": [
         "algorithm.clip_ratio_low=0.1", "algorithm.policy_loss=cispo",
@@ -67,7 +68,8 @@ OUT_OF_RANGE = [
     "agent_proxy.format_penalty=-1", "agent_proxy.temperature=-1", "agent_proxy.max_tokens=0",
     "agent_proxy.max_turn=0", "warmup.steps=-1", "warmup.batch_size=0", "warmup.learning_rate=0",
     "warmup.expert=2", "warmup.max_grad_norm=-1", "algorithm.max_grad_norm=-1", "algorithm.rollout_correction.floor=2",
-    "trainer.stop_at_success=2", "trainer.stop_at_success=0", "model.lora.alpha=0",
+    "trainer.stop_at_success=2", "trainer.stop_at_success=0", "model.lora.alpha=0", "engine.replicas.timeout=0",
+    "algorithm.rollout_filter_ratio=0",
 ]  # fmt: skip
 
 
@@ -135,18 +137,16 @@ def test_several_steps_a_batch_by_a_loss_without_ratios_are_warned_of_with_the_r
         assert caplog.text.count(SEVERAL) == warned
 
 
-@pytest.mark.parametrize("name", ["tiny", "ray"])
-def test_adapters_without_a_model_of_transformers_are_refused_before_anything_starts(name):
-    told = rf"model\.lora\.rank=4 needs a model of transformers, got engine\.name={name}"
-    with pytest.raises(ConfigError, match=told):
-        compose_config("demo", [f"engine.name={name}", "engine.replicas.engine=tiny", "model.lora.rank=4"])
-
-
-def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too():
-    with pytest.raises(
-        ConfigError, match=r"engine\.dtype=bfloat16 has no effect on engine\.replicas\.engine=tiny"
-    ):
-        compose_config("demo", ["engine.name=ray", "engine.replicas.engine=tiny", "engine.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("model.lora.rank=4", "needs a model of transformers, got engine.name=ray"),
+        ("engine.dtype=bfloat16", "has no effect on engine.replicas.engine=tiny"),
+    ],
+)
+def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too(setting, told):
+    with pytest.raises(ConfigError, match=f"{setting} {told}"):
+        compose_config("demo", ["engine.name=ray", "engine.replicas.engine=tiny", setting])
 
 
 @pytest.mark.parametrize("limit", ["top_p=0.9", "top_k=5", "min_p=0.1"])

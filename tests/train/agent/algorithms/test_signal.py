@@ -2,29 +2,21 @@
 
 import pytest
 import torch
-from tests.train.agent.test_update import ENGINE, contrast, random_samples
+from tests.train.agent.test_update import ENGINE, contrast, learner_of, random_samples
 
 from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 from shoal.train.agent.batch.samples import Sample
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
-from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.config import KLPenalty
 from shoal.train.agent.policies.policy import Critic
-from shoal.train.agent.update import Learner, update
+from shoal.train.agent.update import scaled, update
 
 
 def learner(network=None, **settings):
-    engine = ENGINE.copy()
-    optimizer = split_optimizer(trained_parameters(engine.module), network, 0.01, 0.01, 0.0)
-    algorithm = Algorithm(**{"kl": KLPenalty(0.0), "loss_aggregation": "token_mean"} | settings)
-    return Learner(engine, optimizer, algorithm, AgentProxy(), network)
+    return learner_of(ENGINE.copy(), network, **{"loss_aggregation": "token_mean"} | settings)
 
 
 def weights_of(one):
     return torch.cat([p.detach().flatten() for p in one.policy.module.parameters()])
-
-
-def times(factor, samples):
-    return [s.with_column("advantages", factor * s.columns["advantages"]) for s in samples]
 
 
 # --- minibatches
@@ -52,7 +44,6 @@ def single_tokens(n):
     return [Sample(s.ids, s.trained[:1], {k: s.columns[k][:1] for k in names}) for s in random_samples(n, 7)]
 
 
-# --- the share of groups that differ
 # --- nothing pulls
 BONUS = {"entropy_coef": 0.03, "entropy_target": 0.4}
 PULLS = [
@@ -75,7 +66,7 @@ def test_without_anything_that_pulls_there_is_no_step_and_the_weights_are_those_
     samples = [s.with_column("reference_logprobs", s.columns["old_logprobs"] - 1) for s in contrast(ENGINE)]
     update(one, samples, 0)  # which Adam's momentum would go on with
     before = weights_of(one)
-    row = update(one, times(advantages, samples), 1, entropy=entropy)
+    row = update(one, scaled(samples, advantages), 1, entropy=entropy)
     assert row["gradient_steps"] == steps
     assert torch.equal(weights_of(one), before) == (steps == 0)
 
@@ -84,7 +75,7 @@ def test_a_critic_learns_where_no_token_has_an_advantage():
     critic = Critic(ENGINE)
     one = learner(critic, adv_estimator="gae", entropy_coef=0.0)
     before = torch.cat([p.detach().flatten() for p in critic.parameters()])
-    assert update(one, times(0, random_samples(4, 2)), 0)["gradient_steps"] == 1
+    assert update(one, scaled(random_samples(4, 2), 0), 0)["gradient_steps"] == 1
     assert not torch.equal(torch.cat([p.detach().flatten() for p in critic.parameters()]), before)
 
 
@@ -99,6 +90,3 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
     update(constant, contrast(ENGINE), 0)
     assert row["entropy_bonus"] == pytest.approx(bonus)
     torch.testing.assert_close(weights_of(one), weights_of(constant), atol=1e-6, rtol=0)
-
-
-# --- reinforce

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 from tests.records import Exchange, trajectory_of
-from tests.train.agent.test_update import ENGINE
+from tests.train.agent.test_update import ENGINE, learner_of
 
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config
-from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.update import Learner, advantages_of, prepare_samples
+from shoal.train.agent.update import advantages_of, prepare_samples
 
 
 def episode(member, reward, finishes, group=0):
@@ -20,12 +19,6 @@ def episode(member, reward, finishes, group=0):
         for i, how in enumerate(finishes)
     ]
     return trajectory_of("e", 0, group, member, 0, tuple(turns), reward > 0, True, False)
-
-
-def learner(**settings):
-    engine = ENGINE.copy()
-    optimizer = split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0)
-    return Learner(engine, optimizer, Algorithm(kl=KLPenalty(0.0), **settings), AgentProxy())
 
 
 EPISODES = [
@@ -39,7 +32,7 @@ EPISODES = [
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_advantages_that_are_kept_are_those_of_the_samples_by_episode_and_turn(filtered):
-    own = learner(overlong_filter=filtered)
+    own = learner_of(ENGINE, overlong_filter=filtered)
     other = episode(9, 1.0, ["stop"], group=5)  # played, and not learned from
     found = advantages_of([other, *EPISODES], EPISODES, prepare_samples(EPISODES, own), own)
     # rewards 1, 0, 0, 0, 0: mean 0.2, variance (0.64 + 4 * 0.04) / 4 = 0.2

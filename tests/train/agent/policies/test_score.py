@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from tests.samplers.huggingface.test_huggingface import make_engine
-from tests.train.agent.test_update import ENGINE, contrast, random_samples
+from tests.train.agent.test_update import ENGINE, contrast, learner_of, random_samples
 
 from shoal.train.agent.batch.packing import micro_batches
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies import policy as policies
 from shoal.train.agent.policies.loading import policy_of
-from shoal.train.agent.policies.policy import Policy, score
+from shoal.train.agent.policies.policy import score
 from shoal.train.agent.update import Learner, Totals, gradient_step, token_loss, update
 
 
@@ -24,7 +24,7 @@ def scored(policy, micro, how, temperature=0.7):
     return found.logprobs.detach(), None if found.entropy is None else found.entropy.detach(), gradients
 
 
-@pytest.mark.parametrize("how", ["none", "told", "trained"])
+@pytest.mark.parametrize("how", ["none", "reported", "trained"])
 @pytest.mark.parametrize("make", [lambda: ENGINE.copy(), lambda: policy_of(make_engine())])
 def test_parts_of_scores_give_what_all_of_them_give(monkeypatch, make, how):
     policy = make()
@@ -78,7 +78,7 @@ def test_log_probabilities_and_entropy_are_those_of_a_float64_softmax():
     )
     odds = np.exp(logits - logits.max(1, keepdims=True))
     odds /= odds.sum(1, keepdims=True)
-    found = score(ENGINE, micro, 0.7, entropy="told")
+    found = score(ENGINE, micro, 0.7, entropy="reported")
     expected = np.log(odds[np.arange(len(odds)), micro.targets.numpy()])
     np.testing.assert_allclose(found.logprobs.detach(), expected, atol=1e-5)
     np.testing.assert_allclose(found.entropy, -(odds * np.log(odds)).sum(1), atol=1e-5)
@@ -86,29 +86,11 @@ def test_log_probabilities_and_entropy_are_those_of_a_float64_softmax():
     assert score(ENGINE, micro, 0.7).entropy is None
 
 
-def test_a_policy_that_names_no_layer_for_scores_makes_them_at_once(monkeypatch):
-    monkeypatch.setattr(policies, "SCORES", 10)
-    (micro,) = micro_batches(random_samples(9, 4), 10**6, ENGINE.pad_id, "cpu")
-    twin, made = ENGINE.copy(), []
-    twin.module.head.register_forward_hook(lambda *call: made.append(call[2].numel()))
-    monkeypatch.setattr(type(twin), "head", Policy.head)
-    monkeypatch.setattr(type(twin), "logits", lambda self, *a: self.module.head(self.hidden(*a)))
-    score(twin, micro, 1.0)
-    assert made == [len(micro.targets) * twin.module.head.weight.shape[0]]
-
-
 @pytest.mark.parametrize(("coefficient", "asked"), [(0.0, True), (0.0, False), (0.02, False)])
 def test_the_entropy_is_computed_only_when_it_is_trained_or_told(monkeypatch, coefficient, asked):
     engine, computed = ENGINE.copy(), []
     monkeypatch.setattr(policies, "entropy_of", lambda s: computed.append(1) or s.sum(-1))
-    learner = Learner(
-        engine,
-        split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0),
-        Algorithm(entropy_coef=coefficient, kl=KLPenalty(0.0)),
-        AgentProxy(),
-        log_entropy=asked,
-    )
-    row = update(learner, contrast(engine), 0)
+    row = update(learner_of(engine, entropy_coef=coefficient, log_entropy=asked), contrast(engine), 0)
     assert ("entropy" in row) == bool(computed) == (asked or coefficient != 0)
 
 

@@ -3,9 +3,7 @@
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.config import Algorithm
 from shoal.train.agent.run.filters import filter_groups
 from shoal.train.agent.run.playing import best_groups, collect_with_signal
 
@@ -77,8 +75,3 @@ def test_the_best_are_those_among_what_may_be_learned_from_when_more_groups_were
     candidates = [t for t in TRAJECTORIES if t.group in (1, 2)]
     assert {t.group for t in best_groups(TRAJECTORIES, candidates, 0.25, "std")[0]} == {2}
     assert {t.group for t in best_groups(TRAJECTORIES, candidates, 0.5, "std")[0]} == {1, 2}
-
-
-def test_a_ratio_outside_its_range_is_refused():
-    with pytest.raises(ConfigError, match=r"rollout_filter_ratio must be in \(0, 1\], got 0"):
-        Algorithm(rollout_filter_ratio=0)

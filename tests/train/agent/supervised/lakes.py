@@ -2,11 +2,7 @@
 
 import os
 import time
-import uuid
-from dataclasses import dataclass
-from pathlib import Path
 
-from shoal.envs.frozen_lake import FrozenLakeConfig
 from shoal.envs.frozen_lake import FrozenLakeEnv as FrozenLake
 
 
@@ -54,33 +50,3 @@ class Bad(FrozenLake):
                 time.sleep(1000)
             os._exit(3)
         return answer
-
-
-@dataclass(frozen=True)
-class NotingConfig(FrozenLakeConfig):
-    """Settings of `NotingLake`."""
-
-    folder: str = ""
-    """Where each reset and each end of an env leaves a file."""
-
-
-class NotingLake(FrozenLake):
-    """Notes what is done to it, for whoever looks from another process."""
-
-    Config = NotingConfig
-
-    def __init__(self, config=None, **settings):
-        super().__init__(config, **settings)
-        self._note("made")
-
-    def _note(self, what):
-        (Path(self.config.folder) / f"{what} {uuid.uuid4().hex}").touch()
-
-    def reset(self, *, seed=None, options=None):
-        told = super().reset(seed=seed, options=options)
-        self._note(f"reset {seed}")
-        return told
-
-    def close(self):
-        super().close()
-        self._note("closed")

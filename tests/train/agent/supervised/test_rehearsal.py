@@ -6,17 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
+from tests.train.agent.test_update import learner_of
 
 from shoal.envs.actions import Projection
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine
-from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.supervised.rehearsal import rehearse, stuck_episodes
-from shoal.train.agent.update import Learner
 
 WORDS = ["Down", "Left", "Right", "Up"]
 ROLE = Role("Env", "Walk.", Projection(lookup={word: n for n, word in enumerate(WORDS, 1)}), 3)
@@ -25,12 +23,6 @@ PROMPT = PromptConfig(
     history=0, first="{observation}", later="{observation}", prefill="<action>", closing="</action>"
 )
 SAMPLING = Sampling(1, 1.0, ())
-
-
-def learner_of(engine):
-    policy = policy_of(engine)
-    optimizer = split_optimizer(trained_parameters(policy.module), None, 0.01, 0.01, 0.0)
-    return Learner(policy, optimizer, Algorithm(), AgentProxy())
 
 
 def episode(engine, group, *, success=False, reward=0.0, logprob=-0.01):
@@ -60,7 +52,7 @@ def chances(engine, group):
 
 
 def rehearsed(engine, played, role=ROLE, steps=1, weight=1.0):
-    learner = learner_of(engine)
+    learner = learner_of(policy_of(engine))
     prompter = Prompter(PROMPT, engine.tokenizer)
     for iteration in range(steps):
         row = rehearse(learner, played, {"Env": role}, prompter, SAMPLING, weight, iteration)
