@@ -165,9 +165,8 @@ def test_an_update_that_halves_the_entropy_is_told_at_once_unless_success_rose_w
     assert titles(rows(4, **{**fell, "success": None}), REAL) == []  # PPO
     recovered = {**fell, "entropy": lambda k: [0.36, 0.18, 0.3, 0.35][k]}
     assert titles(rows(4, **recovered), REAL) == []
-    held = {
-        "algorithm": {**REAL["algorithm"], "kl": {"coef": 0.3}}
-    }  # as SmolLM2 was at a safe, which it then opened
+    # as SmolLM2 was at a safe, which it then opened
+    held = {"algorithm": {**REAL["algorithm"], "kl": {"coef": 0.3}}}
     assert titles(rows(4, **fell), held) == []
     assert titles(rows(16, **{**fell, "entropy": lambda k: 0.36 if k < 2 else 0.02}), held)[:1] == [
         "Entropy has collapsed"
@@ -186,9 +185,8 @@ def test_a_policy_without_entropy_signal_and_success_has_collapsed_after_ten_ite
     assert not has_collapsed(rows(12, **GONE))
     assert has_collapsed(rows(13, **GONE))
     assert has_collapsed(rows(13, **{**GONE, "groups_with_signal": lambda k: 0.3 if k in (0, 1, 7) else 0.0}))
-    assert has_collapsed(
-        rows(13, **{**GONE, "entropy": lambda k: [0.38, 0.02][k] if k < 2 else None})
-    )  # all left out
+    # all left out
+    assert has_collapsed(rows(13, **{**GONE, "entropy": lambda k: [0.38, 0.02][k] if k < 2 else None}))
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,8 @@ def test_the_advantages_that_are_kept_are_those_that_entered_the_loss(tmp_path):
             continue
         own = [r for r, other in zip(returns, played, strict=True) if other.group == t.group]
         advantage = (mine - np.mean(own)) / np.std(own, ddof=1) * len(differing) / len(groups)
-        assert found == pytest.approx(
-            [advantage] * len(t.turns), abs=1e-5
-        )  # of a turn, whose tokens share it
+        # of a turn, whose tokens share it
+        assert found == pytest.approx([advantage] * len(t.turns), abs=1e-5)
 
 
 # --- checkpoints

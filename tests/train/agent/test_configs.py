@@ -183,9 +183,8 @@ def test_a_config_made_in_python_takes_what_numpy_counts():
         float,
         int,
     ]
-    tag = EnvTag(
-        "frozen_lake", env_config={"kind": EnvTag, "of": [1], "limit": math.inf}
-    )  # what an env takes is its own
+    # what an env takes is its own
+    tag = EnvTag("frozen_lake", env_config={"kind": EnvTag, "of": [1], "limit": math.inf})
     assert AgentConfig(custom_envs={"lake": tag}).custom_envs["lake"] is tag
 
 

@@ -121,9 +121,8 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
             expected["loss"] += 0.1 * to_reference - surrogate * column["correction"] - 0.02 * entropy
             expected["entropy"] += entropy
             expected["kl_to_rollout"] += math.exp(gap) - 1 - gap
-            expected["kl_to_reference"] += (
-                math.exp(-apart) - 1 + apart
-            )  # an estimate of the KL, whatever is trained
+            # an estimate of the KL, whatever is trained
+            expected["kl_to_reference"] += math.exp(-apart) - 1 + apart
             expected["value_loss"] += max(column["returns"] ** 2, (near - column["returns"]) ** 2) / 2
             expected["rollout_correction_mean"] += column["correction"]
     _, totals = gradient(samples, config, 64)

@@ -447,10 +447,8 @@ class AgentConfig:
     def rates(self) -> dict[str, float]:
         """The learning rates, by their settings; they may change when a run goes on, which is warned of."""
         policy, critic = self.algorithm.rates
-        rates = {"algorithm.learning_rate": policy}
-        return (
-            rates | {"algorithm.critic.learning_rate": critic} if self.algorithm.needs == "critic" else rates
-        )
+        of_critic = {"algorithm.critic.learning_rate": critic} if self.algorithm.needs == "critic" else {}
+        return {"algorithm.learning_rate": policy} | of_critic
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""

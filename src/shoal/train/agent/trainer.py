@@ -192,9 +192,8 @@ class AgentTrainer(Closing):
         self._ahead: Ahead | None = None
         self._at: dict[str, At] = {}  # with a lag, what each collector samples by
         if config.trainer.lag:
-            begun.enter_context(
-                threads(config.engine.threads)
-            )  # what plays beside the updates computes with as many
+            # what plays beside the updates computes with as many
+            begun.enter_context(threads(config.engine.threads))
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))

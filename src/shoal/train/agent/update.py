@@ -355,10 +355,8 @@ def gradient_step(
         if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
             shortest = min(weighted, key=lambda sample: len(sample.ids))
             shortest = shortest.with_column("weights", np.zeros(len(shortest.trained), np.float32))
-            micro, counted = (
-                next(micro_batches([shortest], size, policy.pad_id, learner.device)),
-                Totals(steps=1),
-            )
+            micro = next(micro_batches([shortest], size, policy.pad_id, learner.device))
+            counted = Totals(steps=1)
         if learns_policy:
             loss = token_loss(policy, micro, config, learner.proxy.temperature, counted, learner.log_entropy)
             if critic is not None:

@@ -30,9 +30,8 @@ def test_graphgpo_pays_a_good_turn_of_a_lost_episode_and_none_of_a_detour(exampl
     solved, lost = ["A", "C", "B"], ["A", "B"]
     first, second = example.graph_step_advantages([solved, lost], [True, False], [0, 0], discount=0.5)
     half = np.sqrt(0.5)  # two values, a mean between them, Bessel's correction
-    np.testing.assert_allclose(
-        first, [-half, 0.0, half]
-    )  # to C: 2 turns left; alone at C; from B to the goal
+    # to C: 2 turns left; alone at C; from B to the goal
+    np.testing.assert_allclose(first, [-half, 0.0, half])
     np.testing.assert_allclose(second, [half, -half])  # to B: 1 turn left; from B nowhere
 
 

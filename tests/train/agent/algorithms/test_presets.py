@@ -176,9 +176,8 @@ def test_what_another_setting_decided_is_printed_with_its_reason(capsys):
     ):
         above = " ".join(lines[lines.index(setting) - 3 : lines.index(setting)])
         assert reason in above
-    assert (
-        len({follows.reason for follows in FOLLOWS}) == len(FOLLOWS) - 1
-    )  # of the two rates of a tiny model
+    # of the two rates of a tiny model
+    assert len({follows.reason for follows in FOLLOWS}) == len(FOLLOWS) - 1
 
 
 @pytest.mark.parametrize("off", ["0", "null"])

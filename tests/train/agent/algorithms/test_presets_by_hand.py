@@ -88,9 +88,8 @@ def shoals(name, append):
         critic = Critic(policy)
         with torch.no_grad():
             critic.output.weight += 0.1 * torch.randn_like(critic.output.weight)
-    config = compose_config(
-        "demo", [f"algorithm={name}", "agent_proxy.prompt.closing=''"]
-    )  # a whole answer ends itself
+    # a whole answer ends itself
+    config = compose_config("demo", [f"algorithm={name}", "agent_proxy.prompt.closing=''"])
     algorithm, proxy = replace(config.algorithm, max_grad_norm=0), config.agent_proxy
     optimizer = split_optimizer(trained_parameters(policy.module), critic, 0.0, 0.0, 0.0)
     held = reference if algorithm.kl.coef else None

@@ -202,9 +202,8 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
         samples.append(
             Sample(stem[:depth] + own, np.array([depth + 2]), {"advantages": np.ones(1, np.float32)})
         )
-    samples += [
-        s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]
-    ]  # written twice
+    # written twice
+    samples += [s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]]
     again = samples[3]  # the same tokens, others of them trained
     samples.append(Sample(again.ids, again.trained[-1:], {"advantages": np.ones(1, np.float32)}))
     micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True))

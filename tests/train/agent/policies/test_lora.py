@@ -191,10 +191,11 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
         ("adapter_config.json", "[]"),
         ("adapter_config.json", {"r": 4}),
         ("adapter_config.json", {"r": -1}),
+        # peft would take some of them, by the kind of model
         (
             "adapter_config.json",
             {"target_modules": None},
-        ),  # peft would take some of them, by the kind of model
+        ),
         ("adapter_config.json", {"use_rslora": True}),  # the adapters would count less, or more
         ("adapter_config.json", {"alpha_pattern": {"q_proj": 99}}),
         ("adapter_config.json", {"use_nora": True}),  # of a later peft

@@ -80,9 +80,8 @@ def told(tmp_path_factory):
 
 def check(told, case):
     tolerance = 3e-3 if case in ROUGH else FINE
-    weights = (
-        2**-7 if case == "llama-bfloat16" else tolerance
-    )  # masters as near as that may round to neighbours
+    # masters as near as that may round to neighbours
+    weights = 2**-7 if case == "llama-bfloat16" else tolerance
     for seen in (process[case] for process in told):
         assert seen["moved"] > 5e-3
         assert seen["gap"] <= weights
@@ -132,9 +131,8 @@ def test_a_transformers_model_is_trained_in_shards_as_by_one_process(tmp_path, r
     first, *_, last = list_checkpoints(tmp_path / "1" / "checkpoints")
     one, other = (tensors_of(folder, ["engine"]) for folder in (first, last))
     assert any(not torch.equal(one[name], other[name]) for name in one)  # it was trained
-    same_run(
-        tmp_path / "1", tmp_path / "2", 5e-4
-    )  # some gradients are near Adam's epsilon: their rounding grows
+    # some gradients are near Adam's epsilon: their rounding grows
+    same_run(tmp_path / "1", tmp_path / "2", 5e-4)
 
 
 @pytest.mark.slow

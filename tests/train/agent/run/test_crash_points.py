@@ -120,9 +120,8 @@ def test_episodes_that_ended_before_the_run_did_are_not_played_again(tmp_path, s
     assert speed_of_kept == 0  # all of this iteration was written down
     assert speed_of_played > 0
     again, _ = CountedLake.count()
-    assert again == episodes - 2 - (
-        len(written) - 1
-    )  # but those of the start and those that were written down
+    # but those of the start and those that were written down
+    assert again == episodes - 2 - (len(written) - 1)
     assert first + again < episodes + 6 + 2
     assert not (tmp_path / "run" / "unfinished.jsonl").exists()
     assert episodes_digest(tmp_path / "run") == episodes_digest(tmp_path / "calm")

@@ -134,9 +134,8 @@ def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
     (sample,) = samples_of(Told, 1, policy, prompter, Role("Lake", "", projection, 6), settings)
     learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.trained))
     assert (learned.count("Up"), learned.count("Left")) == (3, 0)
-    assert (
-        policy.tokenizer.decode(sample.ids).count("<action>Left</action>") == 2
-    )  # the third is behind the last
+    # the third is behind the last
+    assert policy.tokenizer.decode(sample.ids).count("<action>Left</action>") == 2
 
 
 def test_of_a_share_only_what_the_expert_was_asked_for_is_learned():

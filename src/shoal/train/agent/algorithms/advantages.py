@@ -107,9 +107,8 @@ def turn_advantages(
         ]
     returns = [discounted_returns(own, algorithm.gamma) for own in rewards]
     baseline_groups = _baseline_groups(trajectories, proxy.reward_normalization.grouping)
-    played = Played(
-        tuple(trajectories), returns, baseline_groups, algorithm, proxy, penalties
-    )  # nobody can change their order
+    # nobody can change their order
+    played = Played(tuple(trajectories), returns, baseline_groups, algorithm, proxy, penalties)
     found: list[Any] = []
     for t, given in zip(trajectories, ESTIMATORS[algorithm.adv_estimator].compute(played), strict=True):
         if isinstance(given, list) and any(np.ndim(turn) for turn in given):

@@ -112,12 +112,8 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
 
 def doubts_of(config: AgentConfig, samples: int) -> Iterator[str]:
     """A sentence, with the remedy, for each setting that may spoil a run of at most so many `samples` an iteration."""
-    algorithm, warmup, iterations = (
-        config.algorithm,
-        config.algorithm.critic.warmup,
-        config.trainer.iterations,
-    )
-    if warmup >= iterations:
+    algorithm, iterations = config.algorithm, config.trainer.iterations
+    if (warmup := algorithm.critic.warmup) >= iterations:
         yield f"algorithm.critic.warmup={warmup}: in all of the {iterations} iterations the critic learns alone"
     steps = algorithm.epochs * math.ceil(samples / (algorithm.minibatch_size or samples))
     if steps > 1 and not LOSSES[algorithm.policy_loss].bounds:

@@ -108,9 +108,8 @@ class HuggingFacePolicy(Policy):
             dtype = next(self.module.parameters()).dtype
             images = {name: value for name, value in inputs.items() if name != "position_ids"}
             context |= {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items()}
-        elif (
-            starts is None and not self.shares_prefixes
-        ):  # more than attention: it may want to know of padding
+        # more than attention: it may want to know of padding
+        elif starts is None and not self.shares_prefixes:
             places = torch.arange(ids.shape[1] - 1, device=ids.device)
             context["attention_mask"] = (places < lengths[:, None]).long()
         return context

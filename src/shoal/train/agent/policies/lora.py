@@ -51,9 +51,8 @@ class LoraPolicy(HuggingFacePolicy):
         device = next(self.module.parameters()).device
         with torch_noise(derive_seed(seed, "init", "lora"), device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", _OLD_NAME, FutureWarning)
-            warnings.filterwarnings(
-                "ignore", "Model has .tie_word_embeddings", UserWarning
-            )  # which is refused below
+            # tied adapters are refused below
+            warnings.filterwarnings("ignore", "Model has .tie_word_embeddings", UserWarning)
             try:
                 self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:

@@ -63,9 +63,8 @@ class WeightSync:
             self._carried = None  # if it fails midway, who knows what is there
             weights = {name: tensor.cpu() for name, tensor in gather(self._state()).items()}
             if self._lag:
-                copies = {
-                    id(tensor): tensor.detach().clone() for tensor in weights.values()
-                }  # tied ones are one
+                # tied ones are one
+                copies = {id(tensor): tensor.detach().clone() for tensor in weights.values()}
                 weights = {name: copies[id(tensor)] for name, tensor in weights.items()}
             self._give(weights, version)
             if self._lag:

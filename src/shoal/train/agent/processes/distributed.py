@@ -93,9 +93,8 @@ class Processes:
         """One result an item, each computed by one process: `compute` gets the numbers of this one's items."""
         parts = self.partition(sizes)
         work = partial(compute, parts[self.rank])
-        if (
-            self.sharded
-        ):  # an error amid passes of all ends this process: the others wait for the rest of the pass
+        # an error amid passes of all ends this process: the others wait for the rest of the pass
+        if self.sharded:
             done = work()
             shares = self.all_gather(lambda: done)
         else:

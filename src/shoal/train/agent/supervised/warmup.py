@@ -78,10 +78,8 @@ def warmup_steps(
     summary = f"probe: {valid} of {turns} answers held an action"
     if valid >= ENOUGH * turns:
         return 0, found
-    free = (
-        [] if config.warmup.expert else sorted(tag for tag, role in roles.items() if not role.draws_actions)
-    )
-    if free:
+    free = sorted(tag for tag, role in roles.items() if not role.draws_actions)
+    if free and not config.warmup.expert:
         logger.warning(
             "%s, and there is no warm-up: the actions of %s are free text, of which none can be drawn. Show the form "
             "of an answer in agent_proxy.prompt, or give the env a random_action(rng) that returns one",
