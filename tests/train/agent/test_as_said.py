@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.samplers.huggingface.test_huggingface import make_engine
-from tests.train.agent.run.test_crash_points import SMALL
+from tests.train.agent.run.test_crash_points import SMALL, train
 
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
@@ -34,12 +34,6 @@ BANDIT = [
 ]  # fmt: skip
 
 
-def train(folder, *overrides, rewards=None):
-    config = compose_config("demo", [*SMALL, f"run_dir={folder}", *overrides])
-    with AgentTrainer(config, rewards=rewards) as trainer:
-        return list(trainer.train()), trainer
-
-
 # --- advantages
 def test_the_advantages_that_are_kept_are_those_that_entered_the_loss(tmp_path):
     """With the share of the groups that differ in them: here from the rewards on disk, by hand."""
@@ -48,7 +42,7 @@ def test_the_advantages_that_are_kept_are_those_that_entered_the_loss(tmp_path):
         return [float(episode.group % 2 * episode.member) for episode in episodes]
 
     sizes = ["es_manager.train.env_groups=6", "trainer.save_trajectories_every=1", "trainer.iterations=1"]
-    rows, _ = train(tmp_path, FILTERED, *sizes, rewards=[in_odd_groups_by_member])
+    rows = train(tmp_path, FILTERED, *sizes, rewards=[in_odd_groups_by_member])
     played = list(read_trajectories(tmp_path / "trajectories" / "train-000001.jsonl"))
     kept = [
         json.loads(line) for line in (tmp_path / "advantages" / "train-000001.jsonl").read_text().splitlines()
@@ -126,7 +120,7 @@ def test_the_threads_of_the_engine_are_those_of_the_run_and_the_callers_come_bac
 def test_a_run_goes_on_with_a_lower_rate_and_says_so(tmp_path, caplog):
     train(tmp_path, "trainer.iterations=2")
     with caplog.at_level(logging.WARNING):
-        rows, _ = train(tmp_path, "trainer.iterations=3", "resume=true", "algorithm.learning_rate=0.0005")
+        rows = train(tmp_path, "trainer.iterations=3", "resume=true", "algorithm.learning_rate=0.0005")
     assert rows[-1]["learning_rate"] == 0.0005
     assert "algorithm.learning_rate=0.0005, which was 0.001" in caplog.text
     caplog.clear()

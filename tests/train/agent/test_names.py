@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.train.agent.run.test_crash_points import SMALL
+from tests.train.agent.run.test_crash_points import train
 from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
@@ -147,12 +147,8 @@ def save_tiny(folder, words, width=16, context=256, seed=0):
 
 
 def distil(folder, *overrides):
-    settings = [
-        *SMALL, "algorithm.adv_estimator=distillation", f"algorithm.teacher={folder / 'teacher'}", "warmup.steps=0",
-        f"run_dir={folder / 'run'}", "trainer.iterations=1",
-    ]  # fmt: skip
-    with AgentTrainer(compose_config("demo", [*settings, *overrides])) as trainer:
-        return list(trainer.train())
+    teacher = ["algorithm.adv_estimator=distillation", f"algorithm.teacher={folder / 'teacher'}"]
+    return train(folder / "run", *teacher, "warmup.steps=0", "trainer.iterations=1", *overrides)
 
 
 ACTIONS = ["Down", "Left", "Right", "Up"]

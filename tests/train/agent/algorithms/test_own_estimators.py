@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
-from tests.train.agent.run.test_crash_points import SMALL
+from tests.train.agent.run.test_crash_points import train
 
 from shoal.core.extensions import import_extensions
 from shoal.train.agent.algorithms.advantages import ESTIMATORS, turn_advantages
-from shoal.train.agent.config import AgentProxy, Algorithm, Critic, compose_config
-from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.config import AgentProxy, Algorithm, Critic
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "own_estimators.py"
 NAMES = ("graphgpo", "turn_gae", "bi_level_gae")
@@ -94,6 +93,4 @@ def test_critics_over_turns_read_the_settings_of_a_run(example):
     "words", [["algorithm.adv_estimator=graphgpo"], ["algorithm=ppo", "algorithm.adv_estimator=turn_gae"]]
 )
 def test_the_example_trains(example, tmp_path, words):
-    settings = [*SMALL, f"imports=[{EXAMPLE}]", *words, f"run_dir={tmp_path / 'run'}", "trainer.iterations=1"]
-    with AgentTrainer(compose_config("demo", settings)) as trainer:
-        assert len(list(trainer.train())) == 2
+    assert len(train(tmp_path / "run", f"imports=[{EXAMPLE}]", *words, "trainer.iterations=1")) == 2

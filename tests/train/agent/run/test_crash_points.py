@@ -38,8 +38,10 @@ class Killed(BaseException):
     """As abrupt as a test can be without ending itself."""
 
 
-def train(folder, *overrides):
-    with AgentTrainer(compose_config("demo", [*SMALL, f"run_dir={folder}", *overrides])) as trainer:
+def train(folder, *overrides, rewards=None):
+    """The rows of a small run."""
+    config = compose_config("demo", [*SMALL, f"run_dir={folder}", *overrides])
+    with AgentTrainer(config, rewards=rewards) as trainer:
         return list(trainer.train())
 
 
