@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tests.envs.tool_server import served
+from tests.train.agent.algorithms.test_conflicts import read
 
 from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError
@@ -131,12 +132,9 @@ def test_a_config_with_a_pretrained_model_says_how_to_get_it():
 
 def test_a_count_beyond_64_bits_is_named_and_a_seed_may_be():
     for path in ("engine.width", "engine.threads", "es_manager.train.group_size", "agent_proxy.max_turn"):
-        settings: object = 10**20
-        for key in reversed(path.split(".")):
-            settings = {key: settings}
         with pytest.raises(ConfigError, match=f"{path.split('.')[-1]} must be a whole number of 64"):
-            AgentConfig.read(settings)
-    assert AgentConfig.read({"seed": 10**20}).seed == 10**20
+            read(f"{path}={10**20}")
+    assert read(f"seed={10**20}").seed == 10**20
 
 
 MADE_IN_PYTHON = {

@@ -212,15 +212,7 @@ def test_a_run_that_stops_early_leaves_nothing_that_plays_on(tmp_path):
     assert not (tmp_path / "run" / "unfinished.jsonl").exists()
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"trainer.lag=1 plays beside learning, on hosts: set agent_proxy.use_par"
-    ):
-        settings(tmp_path, "trainer.lag=1", "agent_proxy.use_parallel_rollout=false")
-    with pytest.raises(ConfigError, match="engine.copy=process has no effect with trainer.lag=0"):
-        settings(tmp_path, "engine.copy=process")
+def test_a_sampler_that_is_given_has_no_copies_to_play_with(tmp_path):
     engine = make_engine(settings(tmp_path).engine)
     with pytest.raises(ConfigError, match="a sampler that is given has one"):
         AgentTrainer(settings(tmp_path, "trainer.lag=1"), policy=policy_of(engine), sampler=engine)
-    with pytest.raises(ConfigError, match="lag must be"):
-        settings(tmp_path, "trainer.lag=-1")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.train.agent.algorithms.test_conflicts import read
 from tests.train.agent.run.test_crash_points import train
 from tests.train.agent.tiny_model import write_tiny_model
 
@@ -46,14 +47,13 @@ OTHER_RESULTS = [
 
 @pytest.mark.parametrize("change", [*LESS_MEMORY_OR_A_LOWER_RATE, *OTHER_RESULTS])
 def test_a_run_goes_on_with_less_memory_or_a_lower_rate_and_not_with_other_results(change):
-    same = compose_config("demo", [change]).comparable() == compose_config("demo").comparable()
+    same = read(change).comparable() == AgentConfig().comparable()
     assert same == (change in LESS_MEMORY_OR_A_LOWER_RATE)
 
 
 def test_a_run_goes_on_for_longer_unless_a_rate_that_falls_over_its_iterations_would_be_another():
-    linear = "algorithm.lr_schedule=linear"
-    short, long = (compose_config("demo", [linear, f"trainer.iterations={n}"]).comparable() for n in (5, 6))
-    assert short != long
+    short, long = (read("algorithm.lr_schedule=linear", f"trainer.iterations={n}") for n in (5, 6))
+    assert short.comparable() != long.comparable()
 
 
 OWN = """
@@ -237,13 +237,6 @@ def test_samples_lie_for_a_teacher_as_it_can_read_them(tmp_path, monkeypatch, re
             samples = prepare_samples(episodes, trainer._learner)
             found[batching] = np.concatenate([sample.columns["advantages"] for sample in samples])
     np.testing.assert_allclose(found["packed"], found["padded"], atol=1e-5)
-
-
-def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_nothing():
-    with pytest.raises(ConfigError, match="do not fit"):
-        compose_config("demo", ["algorithm.adv_estimator=distillation"])
-    with pytest.raises(ConfigError, match="do not fit"):
-        compose_config("demo", ["algorithm.teacher=somewhere"])
 
 
 # --- imports that fail, come twice, or at once

@@ -38,7 +38,12 @@ CONFLICTS = {
         "algorithm.gigpo.statistics=steps", "agent_proxy.reward_normalization.method=identity",
         "algorithm.adv_estimator=gigpo",
     ],
-    "kl.estimator=k1 with kl.coef=0.1 pulls nowhere": ["algorithm.kl.estimator=k1", "algorithm.kl.coef=0.1"],
+    "teacher=None and adv_estimator=distillation do not fit": ["algorithm.adv_estimator=distillation"],
+    "teacher=somewhere and adv_estimator=grpo do not fit": ["algorithm.teacher=somewhere"],
+    "only_expert needs actions of the expert: set warmup.expert above 0": ["warmup.only_expert=true"],
+    "trainer.lag=1 plays beside learning, on hosts: set agent_proxy.use_par": ["trainer.lag=1"],
+    "engine.copy=process has no effect with trainer.lag=0": ["engine.copy=process"],
+    "kl.estimator=k1 with kl.coef=0.04 pulls nowhere": ["algorithm.kl.estimator=k1"],
 }  # fmt: skip
 
 
@@ -75,7 +80,7 @@ OUT_OF_RANGE = [
     "agent_proxy.max_turn=0", "warmup.steps=-1", "warmup.batch_size=0", "warmup.learning_rate=0",
     "warmup.expert=2", "warmup.max_grad_norm=-1", "algorithm.max_grad_norm=-1", "algorithm.rollout_correction.floor=2",
     "trainer.stop_at_success=2", "trainer.stop_at_success=0", "model.lora.alpha=0", "engine.replicas.timeout=0",
-    "algorithm.rollout_filter_ratio=0", "agent_proxy.top_p=0",
+    "algorithm.rollout_filter_ratio=0", "agent_proxy.top_p=0", "trainer.lag=-1",
 ]  # fmt: skip
 
 
@@ -91,6 +96,7 @@ def test_values_at_the_edge_of_what_makes_sense_are_taken():
         "algorithm.clip_ratio_low=1", "algorithm.clip_ratio_high=0", "algorithm.critic.gae_lambda=0",
         "algorithm.critic.value_clip=null", "algorithm.rollout_correction.cap=1", "agent_proxy.temperature=0",
         "warmup.steps=0", "trainer.stop_at_success=1", "algorithm.entropy_coef=-0.1",
+        "algorithm.kl={estimator: k1, coef: 0}", "algorithm.max_grad_norm=0", "warmup.max_grad_norm=null",
     )  # fmt: skip
 
 

@@ -178,10 +178,3 @@ def test_what_another_setting_decided_is_printed_with_its_reason(capsys):
         assert reason in above
     # of the two rates of a tiny model
     assert len({follows.reason for follows in FOLLOWS}) == len(FOLLOWS) - 1
-
-
-@pytest.mark.parametrize("off", ["0", "null"])
-def test_no_limit_of_the_gradient_is_written_as_0_or_null_everywhere(off):
-    config = compose_config("demo", [f"algorithm.max_grad_norm={off}", f"warmup.max_grad_norm={off}"])
-    assert not config.algorithm.max_grad_norm
-    assert not config.warmup.max_grad_norm

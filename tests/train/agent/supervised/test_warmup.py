@@ -249,11 +249,6 @@ def test_a_random_action_that_is_no_text_or_raises_ends_the_warm_up_with_its_rea
         played(Broken, 1)
 
 
-def test_the_experts_moves_alone_need_a_share_of_them():
-    with pytest.raises(ConfigError, match=r"set warmup.expert above 0"):
-        compose_config("sokoban", ["warmup.expert=0", "warmup.only_expert=true"])
-
-
 def steps_of(makers, **settings):
     """The warm-up of a tiny policy on these envs, and the policy."""
     policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.core.files import verify_folder, write_folder
@@ -16,7 +15,7 @@ from shoal.train.agent.optimizer import trained_parameters
 from shoal.train.agent.policies.policy import Critic, Policy, WrappedPolicy
 from shoal.train.agent.policies.sharding import ShardedPolicy, shard
 from shoal.train.agent.processes.distributed import ALONE, Processes
-from shoal.train.agent.processes.weights import gather
+from shoal.train.agent.processes.weights import fill, gather
 
 
 def make_networks(
@@ -77,7 +76,7 @@ class HeldAdapters(WrappedPolicy):
 
     def keep(self) -> None:
         """Take over the present adapters."""
-        _copy(self.inner.own_weights(), self._held)
+        fill(self._held, self.inner.own_weights())
 
     def own_weights(self) -> Mapping[str, Tensor]:
         """The adapters that are held."""
@@ -103,14 +102,8 @@ class HeldAdapters(WrappedPolicy):
     def _in_place(self) -> Iterator[None]:
         own = self.inner.own_weights()
         present = {name: weight.detach().clone() for name, weight in own.items()}
-        _copy(self._held, own)
+        fill(own, self._held)
         try:
             yield
         finally:
-            _copy(present, own)
-
-
-@torch.no_grad()
-def _copy(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        target[name].copy_(weight)
+            fill(own, present)
