@@ -33,21 +33,19 @@ ADAPTERS = "--enable-lora", "--max-lora-rank", "8"
     ids=["weights", "lag", "adapters"],
 )
 def test_what_a_server_writes_is_by_the_weights_that_are_trained(model, tmp_path, more, lag, options):
+    folder = tmp_path / "run"
+    sizes = ["es_manager.train.env_groups=4", "es_manager.train.group_size=6", "engine.server.retries=30"]
+    sizes.append(f"trainer.iterations={ITERATIONS}")
     with real_server(model, tmp_path / "log", *options) as server:
-        train_and_check(server, model, tmp_path / "run", more, lag)
-
-
-def train_and_check(server, model, folder, more, lag):
-    named = ["engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tolerance={GAP}"]
-    named += ["es_manager.train.env_groups=4", "es_manager.train.group_size=6", "engine.server.retries=30"]
-    config = config_of(folder, model, *named, f"trainer.iterations={ITERATIONS}", *more)
-    rows = []
-    with AgentTrainer(config) as trainer:
-        for row in trainer.train():
-            rows.append(row)
-            if len(rows) == 2:  # it comes back with its own weights
-                server.stop(signal.SIGKILL)
-                server.start()
+        named = ["engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tolerance={GAP}"]
+        config = config_of(folder, model, *named, *sizes, *more)
+        rows = []
+        with AgentTrainer(config) as trainer:
+            for row in trainer.train():
+                rows.append(row)
+                if len(rows) == 2:  # it comes back with its own weights
+                    server.stop(signal.SIGKILL)
+                    server.start()
     gaps = {row["iteration"]: row["logprob_gap_max"] for row in rows if "logprob_gap_max" in row}
     assert len(gaps) > 1  # a group whose rewards are equal teaches nothing
     for k in range(ITERATIONS):

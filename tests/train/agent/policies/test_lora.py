@@ -244,15 +244,11 @@ def test_adapters_begin_and_drop_out_by_their_seed():
     assert one[1] != other[1]
 
 
-def untie(model):
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-
-
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "lm_head"]])
 def test_the_penalty_holds_on_to_the_base_also_where_scores_are_made_in_parts(monkeypatch, modules):
     policy = policy_of(make_engine())
-    untie(policy.module)  # adapters on a tied head are refused
+    head = policy.module.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # adapters on a tied one are refused
     (micro,) = micro_batches(random_samples(9, 4), 10**6, policy.pad_id, "cpu")
     of_base = score(policy, micro, 1.0).logprobs.detach()
     adapted = add_lora(policy, Lora(2, target_modules=modules), "base", 0)

@@ -78,7 +78,9 @@ def told(tmp_path_factory):
     return two_processes(tmp_path_factory.mktemp("trained"), *CASES)
 
 
-def check(told, case):
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_network_in_shards_is_trained_as_a_whole_one_and_takes_half_the_memory(told, case):
     tolerance = 3e-3 if case in ROUGH else FINE
     # masters as near as that may round to neighbours
     weights = 2**-7 if case == "llama-bfloat16" else tolerance
@@ -106,12 +108,6 @@ def check(told, case):
             assert case in ROUGH or tokens == other_tokens  # among rough numbers near-ties are common
             assert same
             assert logprobs[:same] == pytest.approx(other_logprobs[:same], abs=10 * tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_network_in_shards_is_trained_as_a_whole_one_and_takes_half_the_memory(told, case):
-    check(told, case)
 
 
 @pytest.mark.slow
