@@ -106,11 +106,8 @@ def test_the_examples_of_the_page_about_own_parts_train(tmp_path):
     (tmp_path / "mine.py").write_text(code)
     names = ["algorithm.adv_estimator=above_median", "algorithm.policy_loss=unclipped"]
     try:
-        config = compose_config(
-            "demo", [f"imports=[{tmp_path / 'mine.py'}]", *names, *QUICK, f"run_dir={tmp_path / 'run'}"]
-        )
-        with AgentTrainer(config) as trainer:
-            assert len(list(trainer.train())) == 2
+        mine = f"imports=[{tmp_path / 'mine.py'}]"
+        assert len(train(tmp_path / "run", mine, *names, "trainer.iterations=1")) == 2
     finally:
         forget("above_median", "unclipped")
 
