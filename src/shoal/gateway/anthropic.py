@@ -36,12 +36,7 @@ KNOWN = UNUSED | {
 
 
 def messages(body: Mapping[str, Any], most: int) -> ChatRequest:
-    """A request of the messages API as turns.
-
-    Args:
-        body: the request.
-        most: tokens of an answer, at most.
-    """
+    """A request of the messages API as turns, to be answered in at most `most` tokens."""
     if body.get("thread"):
         raise RefusedError("thread: no conversation is kept here, send the whole one", param=THREAD)
     check(body, KNOWN, {})

@@ -52,11 +52,7 @@ class Part:
     call_id: str | None = None  # of a result: of what call
 
     def written(self, write: Callable[[ToolCall], str] = written_call) -> str:
-        """Its text, calls and results included.
-
-        Args:
-            write: writes a call.
-        """
+        """Its text, calls and results included."""
         if self.result is not None:
             return written_result(self.result.shown)
         if not self.calls:

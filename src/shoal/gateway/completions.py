@@ -23,12 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def completion(body: Mapping[str, Any], most: int) -> ChatRequest:
-    """A completion as one turn that is no chat.
-
-    Args:
-        body: the request.
-        most: tokens of an answer, at most.
-    """
+    """A completion as one turn that is no chat, to be answered in at most `most` tokens."""
     check(body, KNOWN, NEUTRAL)
     given: Any = body.get("prompt")
     if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):

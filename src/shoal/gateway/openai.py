@@ -133,12 +133,7 @@ def tools_of(body: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
 
 
 def chat(body: Mapping[str, Any], most: int) -> ChatRequest:
-    """A chat completion as turns.
-
-    Args:
-        body: the request.
-        most: tokens of an answer, at most.
-    """
+    """A chat completion as turns, to be answered in at most `most` tokens."""
     check(body, CHAT)
     messages = messages_of(body)
     wishes = Wishes()

@@ -21,12 +21,7 @@ def sessions_of(sampler: SamplerClient, tokenizer: ChatTokenizer) -> GatewaySess
 
 
 class GatewaySessions:
-    """Opens a session a program; the server starts with the first one.
-
-    Args:
-        sampler: what answers.
-        tokenizer: of the model.
-    """
+    """Opens a session a program; the server starts with the first one."""
 
     def __init__(self, sampler: SamplerClient, tokenizer: ChatTokenizer) -> None:
         self._gateway = Gateway(sampler, tokenizer, by_asking=False)

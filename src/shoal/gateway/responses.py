@@ -34,12 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def response(body: Mapping[str, Any], most: int) -> ChatRequest:
-    """A request of the responses API as turns.
-
-    Args:
-        body: the request.
-        most: tokens of an answer, at most.
-    """
+    """A request of the responses API as turns, to be answered in at most `most` tokens."""
     check(body, KNOWN, NEUTRAL)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given

@@ -88,11 +88,7 @@ EACH = 64
 
 
 class Record:
-    """A file of calls; those that come while others are being written are written together.
-
-    Args:
-        path: of the file, a call a line.
-    """
+    """A file of calls; those that come while others are being written are written together."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines = path, list[bytes]()
@@ -354,12 +350,7 @@ def make_app(gateway: Gateway) -> Any:
 
 
 class GatewayServer(Closing):
-    """A gateway that answers on 127.0.0.1 in the event loop of the process, as long as it is open.
-
-    Args:
-        gateway: what answers.
-        port: 0 takes a free one.
-    """
+    """A gateway that answers on 127.0.0.1 in the event loop of the process, at a free port if that is 0."""
 
     def __init__(self, gateway: Gateway, port: int = 0) -> None:
         with needs_extra("the gateway", "web"):

@@ -112,9 +112,6 @@ class Tokens:
     """The tokenizer of all sessions: what is long is done in a thread, and no session waits for another one's text.
 
     What is short is done at once, unless the tokenizer is at work in a thread: it serves one at a time.
-
-    Args:
-        tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -145,12 +142,7 @@ class Tokens:
         return ChatFormat(chat, Prompter(PromptConfig(), self.tokenizer, chat))
 
     async def work(self, call: Callable[[], T], size: int) -> T:
-        """What a call with the tokenizer returns.
-
-        Args:
-            call: reads or writes so much.
-            size: in characters or tokens.
-        """
+        """What a call with the tokenizer returns that reads or writes so many characters or tokens."""
         if size <= SHORT and not self._in_threads:
             return call()
         self._in_threads += 1

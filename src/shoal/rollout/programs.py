@@ -153,15 +153,7 @@ def ended(
     refused: Requests | None,
     on_error: float,
 ) -> End:
-    """How an episode ends.
-
-    Args:
-        came: what the program came to.
-        answered: whether the model answered it at all.
-        budget: that was used up when it ended.
-        refused: its requests that were refused.
-        on_error: reward of a program that raises after an answer.
-    """
+    """How an episode ends."""
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
         result = came if answered and isinstance(came, Result) else Result(0.0)
@@ -180,13 +172,7 @@ def ended(
 
 
 class ProgramHost(Host):
-    """Plays episodes of programs in processes; it lives in the loop of the driver.
-
-    Args:
-        programs: by tag.
-        sessions: where their calls go.
-        retries: further tries at an episode whose program failed.
-    """
+    """Plays episodes of programs in processes; it lives in the loop of the driver."""
 
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int) -> None:
         super().__init__()
@@ -314,11 +300,6 @@ def command_result(status: int, output: str, errors: str) -> Result:
 
     >>> command_result(0, '{"reward": 0.5}', "")
     Result(reward=0.5, success=False)
-
-    Args:
-        status: with which it ended.
-        output: its last line.
-        errors: the last line of its standard error.
 
     Raises:
         ProgramFailedError: it failed, or that is no result.

@@ -115,13 +115,7 @@ class Scene:
 
 
 class Prompter:
-    """Scenes to prompt tokens.
-
-    Args:
-        config: the templates.
-        tokenizer: of the model.
-        tools: how it is shown tools; None where there are none.
-    """
+    """Scenes to prompt tokens."""
 
     def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer, tools: ToolChat | None = None) -> None:
         self.config = config

@@ -33,11 +33,7 @@ RARE = int(np.exp(-np.exp(-NEAR)) * 2**32) - 1
 
 
 class Noise:
-    """The noise of one response, token after token.
-
-    Args:
-        key: names the response.
-    """
+    """The noise of one response, token after token."""
 
     __slots__ = ("token", "words")
 

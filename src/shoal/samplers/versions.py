@@ -24,12 +24,7 @@ from shoal.samplers.sampler import Completion, Request, Sampler, capabilities_of
 
 
 class Versions(Closing):
-    """A sampler that holds the last weights that it was given, each version in a copy of its own.
-
-    Args:
-        make: makes one copy.
-        held: how many there are.
-    """
+    """A sampler that holds the last weights that it was given, each version in a copy of its own."""
 
     def __init__(self, make: Callable[[], Sampler], held: int) -> None:
         self.copies = [SamplerClient(make(), retries=0) for _ in range(held)]
@@ -246,11 +241,7 @@ def _replaced(version: int, held: Mapping[int, Any], answering: Mapping[int, int
 
 
 class At:
-    """A sampler as it is at one version of its weights, `weights_version`, which may be set.
-
-    Args:
-        inner: holds weights by version.
-    """
+    """A sampler as it is at one version of its weights, `weights_version`, which may be set."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.weights_version = inner, 0

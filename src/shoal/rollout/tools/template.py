@@ -19,12 +19,7 @@ _MARKS = "\ue0000\ue001", "\ue0001\ue001", "\ue0002\ue001"
 
 
 class TemplateTools:
-    """Shows the results of tools as a chat template does.
-
-    Args:
-        tokenizer: with the template.
-        grammar: in which the template writes calls, where it writes tools.
-    """
+    """Shows the results of tools as a chat template does."""
 
     def __init__(self, tokenizer: TemplateTokenizer, grammar: Grammar | None = None) -> None:
         self.tokenizer, self.grammar = tokenizer, grammar
