@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from shoal.core.data import Requests
 from shoal.gateway.server import Gateway, GatewayServer
-from shoal.gateway.sessions import Budget, Recorded, Session
-from shoal.rollout.programs import Exchanged
+from shoal.gateway.sessions import Recorded, Session
+from shoal.rollout.programs import Exchanged, Played
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
 
@@ -52,39 +51,19 @@ class OpenSession:
         """Return when the program asks on and on though a budget is used up."""
         await self._session.exhausted.wait()
 
-    @property
-    def requests(self) -> Requests | None:
-        """Those that were not answered as the program asked; None if there are none."""
-        return self._session.requests
-
-    def spent(self, *, parallel: bool) -> Budget | None:
-        """The budget that ended it, "calls" or "context"; None if none did.
-
-        Args:
-            parallel: as of `close`.
-        """
-        return self._session.spent(in_time=not parallel)
-
-    def close(self, *, parallel: bool) -> Sequence[Exchanged]:
-        """End it; its calls with what was said in them.
-
-        Args:
-            parallel: whether its program asks several at a time, so that their order in time means nothing.
-
-        Raises:
-            EngineError: the last call was not answered.
-        """
-        self._gateway.sessions.pop(self._session.name, None)
-        calls = self._session.close(in_time=not parallel)
-        if self._session.at_once and not parallel and not self._gateway.warned:
-            self._gateway.warned = True
+    def close(self, *, parallel: bool) -> Played:
+        """End it; without `parallel` its calls have an order in time."""
+        gateway, session = self._gateway, self._session
+        gateway.sessions.pop(session.name, None)
+        calls = session.close(in_time=not parallel)
+        if session.at_once and not parallel and not gateway.warned:
+            gateway.warned = True
             logger.warning(
                 "a program asked while another call of its episode was under way; so that rewards are discounted the "
                 "same in each run, set parallel: true in its env_config"
             )
-        if self._session.failed is not None:
-            raise self._session.failed
-        return [Exchanged(call, _new(recorded), recorded.answer) for recorded, call in calls]
+        exchanged = [Exchanged(call, _new(recorded), recorded.answer) for recorded, call in calls]
+        return Played(exchanged, session.requests, session.spent(in_time=not parallel), session.failed)
 
 
 def _new(recorded: Recorded) -> str:

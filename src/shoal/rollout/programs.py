@@ -50,49 +50,35 @@ class Exchanged(NamedTuple):
     response: str
 
 
+class Played(NamedTuple):
+    """What came of a session."""
+
+    exchanged: Sequence[
+        Exchanged
+    ]  # each behind its parent; in the order in which they were asked, unless parallel
+    requests: Requests | None  # those that were not answered as the program asked
+    budget: Ending | None  # that ended it: a request was refused for it, and none was answered after
+    failed: EngineError | None  # why a request has no answer
+
+
 class ProgramSession(Protocol):
     """Where the calls of one program go."""
 
     variables: Mapping[str, str]
     """Environment variables by which the program finds it."""
 
-    @property
-    def requests(self) -> Requests | None:
-        """Those that were not answered as the program asked; None if there are none."""
-
-    def spent(self, *, parallel: bool) -> Ending | None:
-        """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
-
-        Args:
-            parallel: as of `close`.
-        """
-
     async def exhausted(self) -> None:
         """Return when the program asks on and on though a budget is used up."""
 
-    def close(self, *, parallel: bool) -> Sequence[Exchanged]:
-        """End it; its calls, each behind its parent, in the order in which they were asked.
-
-        Args:
-            parallel: the order must not depend on their arrival.
-
-        Raises:
-            EngineError: the model failed to answer one of them.
-        """
+    def close(self, *, parallel: bool) -> Played:
+        """End it; with `parallel` no result depends on the order in which calls arrived."""
 
 
 class Sessions(Protocol):
     """Opens sessions; all calls of it are made in the loop of the driver."""
 
     async def open(self, name: str, key: Key, sampling: Sampling, most_calls: int) -> ProgramSession:
-        """A session whose noise `key` names.
-
-        Args:
-            name: of the session, in addresses and files.
-            key: of its noise.
-            sampling: how tokens are picked: the most of an answer, and what programs may not change.
-            most_calls: further ones are refused.
-        """
+        """A session whose noise `key` names, with what programs may not change of the sampling."""
 
     async def close(self) -> None:
         """End all sessions."""
@@ -202,25 +188,21 @@ class ProgramHost(Host):
         name = f"{place.iteration}-{place.group}-{place.member}-{place.env_seed % 2**32:x}-{attempt}"
         key = Key(place.seed, (place.iteration, place.group, place.member))
         session = await self._sessions.open(name, key, sampling, program.config.max_steps)
-        came: Result | ProgramFailedError
-        exchanged: Sequence[Exchanged] = ()
-        unanswered: EngineError | None = None
         parallel = program.config.parallel
+        came: Result | ProgramFailedError
         try:
             came = await self._result(assignment, session)
         except ProgramFailedError as error:
             came = error
-        finally:
-            try:
-                exchanged = session.close(parallel=parallel)
-            except EngineError as error:
-                unanswered = error
-        requests, budget = session.requests, session.spent(parallel=parallel)
+        except BaseException:
+            session.close(parallel=parallel)
+            raise
+        exchanged, requests, budget, failed = session.close(parallel=parallel)
         end = ended(
             came, answered=bool(exchanged), budget=budget, refused=requests, on_error=program.config.on_error
         )
-        if unanswered is not None:
-            end = End("engine_error", str(unanswered))
+        if failed is not None:
+            exchanged, end = (), End("engine_error", str(failed))
         turns = [
             Turn(one.prompt, number, one.response, one.response, True, 0.0, anchor_of({}, one.prompt))
             for number, one in enumerate(exchanged)

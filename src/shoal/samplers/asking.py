@@ -218,7 +218,7 @@ class RetryPolicy:
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, *name: Name) -> T:
-    """What an attempt gives, which is made again after a timeout, or an `EngineError`, be it with `retry_after` seconds.
+    """What an attempt gives, which is made again after a timeout, or an error (with `retry_after`, seconds).
 
     Raises:
         RejectedError: there is no use in a further one.
