@@ -1,7 +1,6 @@
 """A rollout is begun, and waited for later: hosts play it meanwhile, and nothing that it plays depends on it."""
 
 import os
-import signal
 import threading
 
 import pytest
@@ -75,18 +74,6 @@ def test_closing_ends_what_has_begun(backend):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     until(lambda: not {t.name for t in set(threading.enumerate()) - before} & {"shoal-episode"})
-
-
-def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothing(calm):
-    engine = HashEngine()
-    with player("process", engine, nap=0.1) as playing:
-        assert playing.collect(3, SAMPLING) == calm[3]
-        asked = sum(engine.batches)
-        begun = playing.begin(4, SAMPLING)
-        until(lambda: sum(engine.batches) >= asked + 16)  # episodes are open in each worker
-        os.kill(playing.worker_pids()[0], signal.SIGKILL)
-        assert begun.wait() == calm[4]
-        assert playing.report.worker_deaths == 1
 
 
 class Living(CounterEnv):
