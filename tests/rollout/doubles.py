@@ -171,21 +171,24 @@ class CounterEnv(TextEnv[CounterConfig]):
         return f"{self._total}"
 
 
-def config(groups=8, members=2, n_jobs=2, fault="", parallel=None, **env):
-    side = {"env_groups": groups, "group_size": members, "env_configs": {"tags": ["Counter"]}}
+def of_kind(env, groups=1, members=1, tag="Lake", seed=3, prompt=None, **proxy):
+    """Settings of a rollout of one kind of env: its type, or all that is said of it."""
+    kind = {"env_type": env} if isinstance(env, str) else env
+    side = {"env_groups": groups, "group_size": members, "env_configs": {"tags": [tag]}}
+    shown = {"first": "{observation}", "later": "{observation}"}
     return {
-        "seed": 7,
-        "custom_envs": {
-            "Counter": {"env_type": f"{__name__}:CounterEnv", "env_config": {"fault": fault, **env}}
-        },
+        "seed": seed,
+        "custom_envs": {tag: kind},
         "es_manager": {"train": side, "val": side},
-        "agent_proxy": {
-            "max_tokens": 16,
-            "parallel_n_jobs": n_jobs,
-            "parallel": parallel or {},
-            "prompt": {"history": 1, "first": "{observation}", "later": "{history}{observation}"},
-        },
+        "agent_proxy": {"max_tokens": 999, "prompt": shown | (prompt or {}), **proxy},
     }
+
+
+def config(groups=8, members=2, n_jobs=2, fault="", parallel=None, **env):
+    kind = {"env_type": f"{__name__}:CounterEnv", "env_config": {"fault": fault, **env}}
+    prompt = {"history": 1, "later": "{history}{observation}"}
+    shape = {"max_tokens": 16, "parallel_n_jobs": n_jobs, "parallel": parallel or {}}
+    return of_kind(kind, groups, members, "Counter", 7, prompt, **shape)
 
 
 def with_env(env, **changes):
@@ -235,42 +238,15 @@ SHORT = 1.0
 """Seconds after which what hangs is given up."""
 ENV_ERRORS = {
     "raise": "KeyError: 'lost'",
-    "cancel": "CancelledError",
-    "leave": "GeneratorExit",
     "exit": "SystemExit",
     "nan reward": "the reward must be a finite number, got nan",
-    "inf reward": "the reward must be a finite number, got inf",
-    "text reward": "the reward must be a number, got '5'",
-    "no reward": "the reward must be a number, got None",
     "no info": "the info must be a dict, got NoneType",
-    "half a character": "UnicodeEncodeError",
-    "three values": "",
     "reset": "no such world",
 }
 """What an env does at its turn, and what the record of its episode says of it."""
 ENGINE_ERRORS = (
-    "refuse",
-    "crash",
-    "exit",
-    "leave",
-    "nothing",
-    "text",
-    "words for ids",
-    "half an id",
-    "negative id",
-    "id beyond the vocabulary",
-    "id that cannot be decoded",
-    "nan logprob",
-    "inf logprob",
-    "-inf logprob",
-    "positive logprob",
-    "fewer logprobs",
-    "more logprobs",
-    "no logprobs",
-    "too many tokens",
-    "odd finish",
-    "no finish",
-)
+    "refuse", "crash", "exit", "leave", "nothing", "nan logprob", "too many tokens", "id that cannot be decoded",
+)  # fmt: skip
 """What an engine does to one request; each ends that episode alone."""
 HARMLESS = ("env: raise once", "env: close", "engine: stumble")
 """Faults that are mended: their episodes are those of a calm run."""
@@ -278,10 +254,7 @@ HARMLESS = ("env: raise once", "env: close", "engine: stumble")
 
 def kinds(backend):
     """All faults that can be where `backend` plays."""
-    found = [
-        *(f"env: {kind}" for kind in ENV_ERRORS),
-        *(f"engine: {kind}" for kind in ENGINE_ERRORS),
-    ]
+    found = [*(f"env: {kind}" for kind in ENV_ERRORS), *(f"engine: {kind}" for kind in ENGINE_ERRORS)]
     found += [*HARMLESS, "engine: context"]
     if backend != "serial":  # which cannot leave its own thread
         found += ["env: hang", "engine: hang"]
@@ -291,7 +264,7 @@ def kinds(backend):
 
 
 @dataclass(frozen=True)
-class WorldConfig:
+class WorldConfig(CounterConfig):
     """Settings of `World`."""
 
     max_steps: int = TURNS
@@ -301,15 +274,10 @@ class WorldConfig:
     """Where faults that happen once leave a mark, and where "go" tells those that hang to go on."""
 
 
-class World(TextEnv[WorldConfig]):
-    """Shows a digest of its seed and of every word that was ever said to it; pays by the digest."""
+class World(CounterEnv):
+    """Has the faults of a plan."""
 
     Config = WorldConfig
-    projection = Projection(lookup={word: place for place, word in enumerate(WORDS, 1)})
-    action_space = Discrete(len(WORDS), start=1)
-    observation_space = Text(64)
-    instructions = "Say."
-    _kind, _at = "", 0
 
     def reset(self, *, seed=None, options=None):
         self._kind, _, at = self.config.faults.get(str(seed), "").rpartition(" ")
@@ -318,51 +286,25 @@ class World(TextEnv[WorldConfig]):
             raise ValueError("no such world")
         return super().reset(seed=seed, options=options)
 
-    def _start(self, rng):
-        self._own, self._said = rng, int(rng.integers(10**6))
-
-    def _advance(self, action):
-        self._said = derive_seed(self._said, "said", int(action), int(self._own.integers(1000))) % 10**6
-        return Outcome(float(self._said % 7) / 4, success=self._said % 2 == 0)
-
-    def observe(self):
-        return str(self._said)
-
     def step(self, action):
         answer = super().step(action)
         return self._disturbed(*answer) if self._steps == self._at + 1 else answer
 
-    def _disturbed(self, observation, reward, *others):
-        kind = self._kind
-        if kind == "raise" or (kind == "raise once" and self._first()):
-            raise KeyError("lost")
-        if kind == "cancel":
-            raise asyncio.CancelledError
-        if kind == "leave":
-            raise GeneratorExit
-        if kind == "exit":
-            raise SystemExit(3)
-        if kind == "kill" or (kind == "kill once" and self._first()):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _disturbed(self, observation, reward, terminated, truncated, info):
+        kind = self._kind.removesuffix(" once")
+        if kind in ("raise", "exit", "kill") and (kind == self._kind or self._first()):
+            self._fail(kind)
         while kind == "hang" and not (Path(self.config.folder) / "go").exists():
             time.sleep(0.02)
-        reward = {
-            "nan reward": float("nan"),
-            "inf reward": float("inf"),
-            "text reward": "5",
-            "no reward": None,
-        }.get(kind, reward)
-        observation = "\ud800" if kind == "half a character" else observation
-        if kind == "three values":
-            return observation, reward, others[0]
-        return observation, reward, *others[:2], None if kind == "no info" else others[2]
+        reward = float("nan") if kind == "nan reward" else reward
+        return observation, reward, terminated, truncated, None if kind == "no info" else info
 
     def _first(self):
         """Whether this fault has not been met yet, by whatever process."""
         return makes(Path(self.config.folder) / f"met-{self._seed}")
 
     def close(self):
-        if self._kind == "close":
+        if getattr(self, "_kind", "") == "close":
             raise RuntimeError("no end")
 
 
@@ -419,31 +361,17 @@ class FaultyEngine(HashEngine):
 
     def _answer(self, request):
         right, kind = super()._answer(request), self._kind(request)
-        ids, logprobs, n = right.token_ids, right.logprobs, request.sampling.max_tokens
-        if kind in ("nothing", "text"):
-            return None if kind == "nothing" else "text"
+        ids, logprobs = right.token_ids, right.logprobs
+        if kind == "nothing":
+            return None
         if kind == "context":
             return Completion((), (), "context", self.weights_version)
-        if kind.endswith("finish"):
-            return Completion(ids, logprobs, "banana" if kind == "odd finish" else None, self.weights_version)
-        ids = {
-            "words for ids": ("one", *ids[1:]),
-            "half an id": (ids[0] + 0.5, *ids[1:]),
-            "negative id": (-1, *ids[1:]),
-            "id beyond the vocabulary": (*ids[1:], 10**6),
-            "id that cannot be decoded": (*ids[1:], UNSPEAKABLE),
-            "too many tokens": ids[:1] * (n + 1),
-        }.get(kind, ids)
-        logprobs = {
-            "nan logprob": (*logprobs[1:], float("nan")),
-            "inf logprob": (*logprobs[1:], float("inf")),
-            "-inf logprob": (*logprobs[1:], float("-inf")),
-            "positive logprob": (*logprobs[1:], 0.5),
-            "fewer logprobs": logprobs[1:],
-            "more logprobs": (*logprobs, -0.5),
-            "no logprobs": (),
-            "too many tokens": logprobs[:1] * (n + 1),
-        }.get(kind, logprobs)
+        if kind == "nan logprob":
+            logprobs = (*logprobs[1:], float("nan"))
+        if kind == "too many tokens":
+            ids, logprobs = ((one[0],) * (request.sampling.max_tokens + 1) for one in (ids, logprobs))
+        if kind == "id that cannot be decoded":
+            ids = (*ids[1:], UNSPEAKABLE)
         return Completion(ids, logprobs, right.finish, self.weights_version)
 
 
@@ -596,6 +524,16 @@ def logprob_of(token):
     return -0.25 - token / 64
 
 
+def answer_of(kind, prompt, ids, logprobs, finish):
+    """How vLLM and SGLang tell what they wrote."""
+    if kind == "vllm":
+        choice = {"token_ids": ids, "prompt_token_ids": prompt, "finish_reason": finish}
+        return {"choices": [choice | {"logprobs": {"token_logprobs": logprobs}}]}
+    pairs = [[logprob, i, None] for logprob, i in zip(logprobs, ids, strict=True)]
+    meta = {"prompt_tokens": len(prompt), "finish_reason": {"type": finish}, "output_token_logprobs": pairs}
+    return {"output_ids": ids, "meta_info": meta}
+
+
 class FakeServer(ThreadingHTTPServer):
     """Speaks like one kind of server; `faults` come before any answer.
 
@@ -631,22 +569,12 @@ class FakeServer(ThreadingHTTPServer):
         if self.kind == "vllm" and path == "/v1/completions":
             assert {"top_p", "top_k", "min_p"} <= body.keys()
             assert body["repetition_penalty"] == 1.0
+            assert body["return_token_ids"]
             ids = written(body["prompt"], body["max_tokens"])
-            choice = {
-                "token_ids": ids if body["return_token_ids"] else None,
-                "prompt_token_ids": body["prompt"],
-                "logprobs": {"token_logprobs": list(map(logprob_of, ids))},
-                "finish_reason": "length",
-            }
-            return {"choices": [choice]}
+            return answer_of("vllm", body["prompt"], ids, list(map(logprob_of, ids)), "length")
         if self.kind == "sglang" and path == "/generate":
             ids = written(body["input_ids"], body["sampling_params"]["max_new_tokens"])
-            meta = {
-                "prompt_tokens": len(body["input_ids"]),
-                "finish_reason": {"type": "length"},
-                "output_token_logprobs": [[logprob_of(i), i, None] for i in ids],
-            }
-            return {"output_ids": ids, "meta_info": meta}
+            return answer_of("sglang", body["input_ids"], ids, list(map(logprob_of, ids)), "length")
         if self.kind == "llama.cpp" and path == "/completion":
             ids = written(body["prompt"], body["n_predict"])
             chosen = [{"id": i, "logprob": logprob_of(i)} for i in ids]

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from tests.records import exchanges
-from tests.rollout.doubles import TEMPLATE, byte_tokenizer
+from tests.rollout.doubles import TEMPLATE, byte_tokenizer, of_kind
 
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
@@ -24,14 +24,8 @@ LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}
 
 
 def collect(engine, prompt=None, env_config=LAKE, sampling=None, **tag):
-    side = {"env_groups": 1, "group_size": 2, "env_configs": {"tags": ["Lake"]}}
-    kinds = {"Lake": {"env_type": "frozen_lake", "env_config": env_config, **tag}}
-    config = {
-        "custom_envs": kinds,
-        "es_manager": {"train": side, "val": side},
-        "vector": {"backend": "serial"},
-    }
-    train, _ = make_environments(config)
+    config = of_kind({"env_type": "frozen_lake", "env_config": env_config, **tag}, members=2)
+    train, _ = make_environments(config | {"vector": {"backend": "serial"}})
     prompt = prompt or PromptConfig(history=0, first="{observation}", later="{observation}")
     playing = TrajectoryCollector(train.pool, train.tags, train.roles, 2, engine, prompt, 0)
     return playing.collect(0, sampling or Sampling(60))
@@ -201,12 +195,8 @@ def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(ca
 @pytest.mark.parametrize(("backend", "workers"), [("serial", 1), ("thread", 1), ("thread", 3)])
 def test_drift_that_is_to_be_raised_ends_each_episode_whoever_plays_it(backend, workers):
     """It ended the first one that a worker came to, and the others went on."""
-    side = {"env_groups": 3, "group_size": 4, "env_configs": {"tags": ["Lake"]}}
-    config = {
-        "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": LAKE}},
-        "es_manager": {"train": side, "val": side},
-        "agent_proxy": {"max_tokens": 60, "prompt": asdict(append(on_drift="raise"))},
-    }
+    lake = {"env_type": "frozen_lake", "env_config": LAKE}
+    config = of_kind(lake, 3, 4, prompt=asdict(append(on_drift="raise")), max_tokens=60)
     engine = Templated(STRIPS, lambda prompt, key: THINKING)
     with ParallelRolloutManager(config, engine, workers, backend=backend) as manager:
         played = manager.collect()

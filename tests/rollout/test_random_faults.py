@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, kinds
+from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, kinds, of_kind
 
 from shoal import ParallelRolloutManager, derive_seed
 
@@ -24,25 +24,10 @@ PATIENCE = 60
 
 def config(n_groups, members, faults, folder, schedule):
     """A rollout of `World` in which all that hangs is given up."""
-    env = {"faults": faults, "folder": str(folder)}
-    side = {"env_groups": n_groups, "group_size": members, "env_configs": {"tags": ["World"]}}
-    return {
-        "seed": SEED,
-        "custom_envs": {"World": {"env_type": "tests.rollout.doubles:World", "env_config": env}},
-        "es_manager": {"train": side, "val": side},
-        "agent_proxy": {
-            "max_tokens": 8,
-            "parallel_n_jobs": 3,
-            "parallel": {
-                "schedule": schedule,
-                "step_timeout": SHORT,
-                "engine_timeout": SHORT,
-                "engine_restarts": 10_000,
-                "max_deaths": 2,
-            },
-            "prompt": {"history": 1, "first": "{observation}", "later": "{history}{observation}"},
-        },
-    }
+    env = {"env_type": "tests.rollout.doubles:World", "env_config": {"faults": faults, "folder": str(folder)}}
+    limits = {"step_timeout": SHORT, "engine_timeout": SHORT, "engine_restarts": 10_000, "max_deaths": 2}
+    proxy = {"max_tokens": 8, "parallel_n_jobs": 3, "parallel": {"schedule": schedule, **limits}}
+    return of_kind(env, n_groups, members, "World", SEED, {"later": "{history}{observation}"}, **proxy)
 
 
 def draw(seed, backend, n_faults):
@@ -204,11 +189,7 @@ def faults_cost_only_their_own_episodes(backend, seed, n_faults, tmp_path, tempo
 
 # --- the tests
 CASES = [
-    pytest.param(
-        backend,
-        kind,
-        marks=[pytest.mark.slow] if backend != "serial" else [],
-    )
+    pytest.param(backend, kind, marks=[pytest.mark.slow] if backend != "serial" else [])
     for backend in BACKENDS
     for kind in kinds(backend)
 ]

@@ -44,6 +44,32 @@ def test_whatever_is_answered_is_a_completion_that_can_be_or_an_error(ids, logpr
     msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Completion)  # it can be sent
 
 
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "finish"),
+    [
+        (("one",), (-1.0,), "stop"),
+        ((0.5,), (-1.0,), "stop"),
+        ((-1,), (-1.0,), "stop"),
+        ((7,), (-1.0,), "stop"),
+        ((1,), (math.nan,), "stop"),
+        ((1,), (math.inf,), "stop"),
+        ((1,), (-math.inf,), "stop"),
+        ((1,), (0.5,), "stop"),
+        ((1, 2), (-1.0,), "stop"),
+        ((1,), (-1.0, -0.5), "stop"),
+        ((1,), (), "stop"),
+        ((), (), "stop"),
+        ((1,) * 5, (-1.0,) * 5, "length"),
+        ((1,), (-1.0,), "context"),
+        ((1,), (-1.0,), "banana"),
+        ((1,), (-1.0,), None),
+    ],
+)
+def test_an_answer_that_is_no_completion_of_its_request_is_refused(ids, logprobs, finish):
+    with pytest.raises(EngineError):
+        checked(request(), Completion(ids, logprobs, finish), 7)
+
+
 def test_right_answers_pass_in_numbers_of_numpy_too():
     for ids, logprobs in [
         ((0, 6), (-1.0, 0.0)),

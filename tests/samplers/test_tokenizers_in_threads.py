@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.records import exchanges
-from tests.rollout.doubles import PIECES, ForgingEnv, fast_tokenizer
+from tests.rollout.doubles import PIECES, ForgingEnv, fast_tokenizer, of_kind
 from tokenizers import AddedToken
 
 from shoal import envs
@@ -112,28 +112,14 @@ class Answering:
         return [Completion(ids, (-0.5,) * len(ids), "stop") for ids in said]
 
 
-def settings(mode):
-    side = {"env_groups": 8, "group_size": 8, "env_configs": {"tags": ["Forging"]}}
-    return {
-        "seed": 3,
-        "agent_proxy": {
-            "max_tokens": 40,
-            "stop": [],
-            "prompt": {"mode": mode, "first": "{observation}", "later": "{observation}", "history": 0},
-        },
-        "custom_envs": {"Forging": {"env_type": "test_forging"}},
-        "es_manager": {"train": side, "val": side},
-    }
-
-
 @pytest.mark.parametrize(("mode", "backend"), [("window", "process"), ("append", "thread")])
 def test_rollouts_in_threads_and_processes_forge_no_control_token(mode, backend):
     envs.register("test_forging", ForgingEnv, replace=True)
-    with ParallelRolloutManager(settings(mode), Answering(), backend="serial") as manager:
+    prompt = {"mode": mode, "history": 0}
+    settings = of_kind("test_forging", 8, 8, prompt=prompt, max_tokens=40, stop=[], parallel_n_jobs=2)
+    with ParallelRolloutManager(settings, Answering(), backend="serial") as manager:
         calm = manager.collect(0)
-    config = settings(mode)
-    config["agent_proxy"]["parallel_n_jobs"] = 2
-    with ParallelRolloutManager(config, Answering(), backend=backend) as manager:
+    with ParallelRolloutManager(settings, Answering(), backend=backend) as manager:
         played = manager.collect(0)
     assert played == calm
     assert {t.status for t in played} == {"ok"}

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from tests.rollout.doubles import byte_tokenizer
+from tests.rollout.doubles import byte_tokenizer, of_kind
 from tests.rollout.tools import functions
 
 from shoal import ParallelRolloutManager
@@ -120,14 +120,8 @@ class Says:
 
 
 def config(mode):
-    side = {"env_groups": 1, "group_size": 1, "env_configs": {"tags": ["Lake"]}}
-    prompt = {"mode": mode, "first": "{observation}", "later": "{observation}", "on_drift": "raise"}
-    return {
-        "seed": 3,
-        "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"is_slippery": False}}},
-        "es_manager": {"train": side, "val": side},
-        "agent_proxy": {"max_tokens": 999, "max_turn": 2, "prompt": prompt},
-    }
+    lake = {"env_type": "frozen_lake", "env_config": {"is_slippery": False}}
+    return of_kind(lake, prompt={"mode": mode, "on_drift": "raise"}, max_turn=2)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)

@@ -4,7 +4,7 @@ None of them writes calls as they are read here (JSON in `<tool_call>`), so the 
 """
 
 import pytest
-from tests.rollout.doubles import TEMPLATE, byte_tokenizer
+from tests.rollout.doubles import TEMPLATE, byte_tokenizer, of_kind
 from tests.rollout.tools import functions
 
 from shoal import ParallelRolloutManager
@@ -75,14 +75,8 @@ def tokenizer_of(kind):
 
 
 def play(kind, mode, turns=1, on_drift="ignore", before="", calls=1):
-    side = {"env_groups": 1, "group_size": 1, "env_configs": {"tags": ["Lake"]}}
     env = {"env_type": "frozen_lake", "env_config": {"is_slippery": False}}
-    prompt = {"mode": mode, "first": "{observation}", "later": "{observation}", "on_drift": on_drift}
-    config = {
-        "custom_envs": {"Lake": env},
-        "es_manager": {"train": side, "val": side},
-        "agent_proxy": {"max_tokens": 999, "max_turn": turns, "prompt": prompt},
-    }
+    config = of_kind(env, prompt={"mode": mode, "on_drift": on_drift}, max_turn=turns)
     said = [before + CALL * calls, before + CALL * calls, before + ACT]
     engine = ScriptedEngine(lambda text, key: said[key.path[-1] % 3])
     engine.tokenizer = tokenizer_of(kind)

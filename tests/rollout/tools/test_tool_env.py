@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from tests.rollout.doubles import byte_tokenizer, in_lockstep
+from tests.rollout.doubles import byte_tokenizer, in_lockstep, of_kind
 from tests.rollout.tools.test_chats import CONTROL, TEMPLATES
 from tests.rollout.tools.vault import Vault
 
@@ -38,13 +38,9 @@ def opens(text, key):
 
 
 def config(mode="window", env=VAULT, **proxy):
-    side = {"env_groups": 4, "group_size": 2, "env_configs": {"tags": ["Vault"]}}
-    return {
-        "seed": 3,
-        "custom_envs": {"Vault": {"env_type": env}},
-        "es_manager": {"train": side, "val": side},
-        "agent_proxy": {"max_tokens": 999, "parallel_n_jobs": 2, "prompt": {"mode": mode}, **proxy},
-    }
+    settings = of_kind(env, 4, 2, "Vault", parallel_n_jobs=2, **proxy)
+    settings["agent_proxy"]["prompt"] = {"mode": mode}
+    return settings
 
 
 def play(engine, backend="serial", **changes):

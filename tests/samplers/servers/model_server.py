@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+from tests.rollout.doubles import answer_of
 
 from shoal.samplers.huggingface.engine import HuggingFaceEngine, read_weights
 from shoal.samplers.sampler import Key, Request, Sampling
@@ -174,27 +175,15 @@ class ModelServer(ThreadingHTTPServer):
             if not probed:
                 what = "stale" if self.stale else "loaded" if name in self.adapters else self.has
                 self.answered[what] += 1
-        if vllm:
-            choice = {
-                "token_ids": said.token_ids,
-                "prompt_token_ids": ids,
-                "logprobs": {"token_logprobs": said.logprobs},
-                "finish_reason": said.finish,
-            }
-            if probed:
-                pairs = zip(ids[1:], scores, strict=True)
-                rows = [{"0": {"logprob": -9.0}, str(i): {"logprob": s, "rank": 1}} for i, s in pairs]
-                choice["prompt_logprobs"] = [None, *rows]
-            return {"choices": [choice]}
-        written = zip(said.logprobs, said.token_ids, strict=True)
-        meta = {
-            "prompt_tokens": len(ids),
-            "finish_reason": {"type": said.finish},
-            "output_token_logprobs": [[logprob, i, None] for logprob, i in written],
-        }
-        if probed:
-            meta["input_token_logprobs"] = [[s, i, None] for i, s in zip(ids, [None, *scores], strict=True)]
-        return {"output_ids": said.token_ids, "meta_info": meta}
+        answer = answer_of(self.kind, ids, said.token_ids, said.logprobs, said.finish)
+        if probed and vllm:
+            pairs = zip(ids[1:], scores, strict=True)
+            rows = [{"0": {"logprob": -9.0}, str(i): {"logprob": s, "rank": 1}} for i, s in pairs]
+            answer["choices"][0]["prompt_logprobs"] = [None, *rows]
+        elif probed:
+            pairs = zip(ids, [None, *scores], strict=True)
+            answer["meta_info"]["input_token_logprobs"] = [[s, i, None] for i, s in pairs]
+        return answer
 
 
 def scores_of(model, ids):
