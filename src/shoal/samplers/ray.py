@@ -13,13 +13,7 @@ from typing import Any
 from shoal.core.errors import EngineError, needs_extra
 from shoal.core.executors import Closing
 from shoal.samplers.asking import RejectedError, RetryPolicy, SamplerClient, generate
-from shoal.samplers.sampler import (
-    Completion,
-    Facts,
-    Request,
-    Sampler,
-    facts_of,
-)
+from shoal.samplers.sampler import Completion, Facts, Request, Sampler, facts_of
 
 with needs_extra("samplers as Ray actors", "parallel"):
     import ray

@@ -18,14 +18,7 @@ from shoal.core.errors import needs_extra, reading
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
-from shoal.samplers.sampler import (
-    Completion,
-    Level,
-    Request,
-    refuse_strange,
-    restricted,
-    room_left,
-)
+from shoal.samplers.sampler import Completion, Level, Request, refuse_strange, restricted, room_left
 from shoal.samplers.tokenizers import END, PAD, TinyTokenizer
 
 with needs_extra("the tiny model", "train"):

@@ -34,13 +34,7 @@ from shoal.rollout.hosts.episodes import (
     decode_message,
     encode,
 )
-from shoal.rollout.hosts.host import (
-    Host,
-    Hosts,
-    HostsFailedError,
-    SlotsHost,
-    ThreadHost,
-)
+from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError, SlotsHost, ThreadHost
 
 logger = logging.getLogger(__name__)
 PRELOAD.append(__name__)

@@ -105,10 +105,7 @@ class TemplateTools:
         """Raise if the template writes an answer otherwise when a result of this role follows it."""
         answer, result = f"{thought}{_MARKS[1]}", written_result(_MARKS[2]) if role == "user" else _MARKS[2]
         followed = self.tokenizer.around(("user", "assistant", role), [_MARKS[0], answer, result])
-        chat: list[Any] = [
-            {"role": "user", "content": _MARKS[0]},
-            {"role": "assistant", "content": answer},
-        ]
+        chat: list[Any] = [{"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": answer}]
         alone = "".join(self.tokenizer.written(chat).rpartition("\ue001")[:2])
         if not followed.startswith((alone, self.tokenizer.around(("user",)) + answer)):
             same = first_difference(alone, followed)

@@ -24,15 +24,7 @@ import numpy as np
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.samplers.huggingface.invariant import is_invariant, make_invariant
 from shoal.samplers.models import looks_back
-from shoal.samplers.sampler import (
-    Completion,
-    Key,
-    Level,
-    Request,
-    Sampling,
-    refuse_strange,
-    room_left,
-)
+from shoal.samplers.sampler import Completion, Key, Level, Request, Sampling, refuse_strange, room_left
 from shoal.samplers.tokenizers import TemplateTokenizer, first_difference, read_tokenizer
 
 with needs_extra("the Hugging Face sampler", "llm"):
