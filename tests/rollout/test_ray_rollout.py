@@ -5,14 +5,7 @@ import threading
 import types
 
 import pytest
-from tests.rollout.doubles import (
-    CounterEnv,
-    HashEngine,
-    InterruptingEngine,
-    check_faulty,
-    config,
-    with_env,
-)
+from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, check_faulty, config, with_env
 
 from shoal import envs
 from shoal.rollout.play import ParallelRolloutManager

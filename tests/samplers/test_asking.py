@@ -90,15 +90,7 @@ def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
     go.set()
 
 
-def test_after_closing_nothing_is_answered():
-    shared = SamplerClient(HashEngine())
-    shared.close()
-    shared.close()
-    with pytest.raises(EngineError, match="closed"):
-        shared.generate([request()])
-
-
-def test_what_waits_when_a_client_is_closed_is_refused():
+def test_what_waits_when_a_client_is_closed_is_refused_and_what_is_asked_after():
     go = threading.Event()
     shared = SamplerClient(HashEngine(lambda _: go.wait(60)))
     asked = shared.loop.submit(shared.sample(request()))
@@ -110,6 +102,9 @@ def test_what_waits_when_a_client_is_closed_is_refused():
         asked.result(60)
     with pytest.raises(RejectedError, match="was closed before it answered"):
         from_elsewhere.result(60)
+    shared.close()
+    with pytest.raises(RejectedError, match="closed"):
+        shared.generate([request()])
     go.set()
 
 

@@ -14,13 +14,7 @@ from tests.samplers.definitions import check_answers, odds_left
 
 from shoal.core.errors import EngineError
 from shoal.samplers.asking import SamplerClient
-from shoal.samplers.sampler import (
-    NO_NUMBERS,
-    Key,
-    Request,
-    Sampling,
-    restricted,
-)
+from shoal.samplers.sampler import NO_NUMBERS, Key, Request, Sampling, restricted
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.policies.loading import policy_of
 

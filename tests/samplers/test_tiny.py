@@ -7,16 +7,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import DataError, EngineError
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import ROWS, TinyEngine, TinyShape
-from shoal.samplers.tokenizers import (
-    ASSISTANT,
-    CONTROL,
-    END,
-    PAD,
-    SYSTEM,
-    UNKNOWN,
-    USER,
-    TinyTokenizer,
-)
+from shoal.samplers.tokenizers import ASSISTANT, CONTROL, END, PAD, SYSTEM, UNKNOWN, USER, TinyTokenizer
 from shoal.train.agent.policies.loading import policy_of
 
 WORDS = ["Left", "Down", "Right", "Up"]
@@ -98,13 +89,10 @@ def test_a_prompt_without_tokens_is_an_error(engine):
         engine.generate([Request((), Key(0, (0, 0, 0, 0)))])
 
 
-def test_weights_survive_the_disk_and_wrong_ones_are_refused(engine, tmp_path):
+def test_weights_survive_the_disk(engine, tmp_path):
     policy_of(engine).save(tmp_path)
     again = TinyEngine.load(tmp_path)
     assert again.generate(requests(engine, 5)) == engine.generate(requests(engine, 5))
-    other = TinyEngine(WORDS, TinyShape(width=16, layers=1, heads=2, context=64))
-    with pytest.raises(DataError, match="another network"):
-        engine.load_weights(dict(other.model.state_dict()), 1)
 
 
 def test_initial_weights_depend_on_the_seed_alone():
@@ -116,11 +104,7 @@ def test_initial_weights_depend_on_the_seed_alone():
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-@pytest.mark.parametrize("wrong", [{"width": 0}, {"layers": 0}, {"heads": 0}, {"context": 0}])
-def test_a_network_of_nothing_is_refused(wrong):
-    (name,) = wrong
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        TinyShape(**wrong)
+def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="width must be a multiple of heads=3, got 16"):
         TinyShape(width=16, heads=3)
 

@@ -21,51 +21,16 @@ def test_each_kind_of_env_has_its_projection(env_type, texts, expected):
     assert create_projection_function(env_type)(texts) == expected
 
 
-NOT_EXPRESSIONS = [
-    "import os",
-    "1+",
-    "hello world",
-    "3+5=8",
-    "x+1",
-    "2**3",
-    "()",
-    "1_0",
-    "<expression>",
-    "9" * 300,
-]
-
-
-@pytest.mark.parametrize("lenient", [False, "ragen"])
-def test_what_is_no_expression_is_no_action_of_countdown(lenient):
-    function = create_projection_function("countdown", lenient=lenient)
-    shown = [f"<think>so</think><answer>{text}</answer>" for text in NOT_EXPRESSIONS]
-    assert function(shown) == ([""] * len(shown), [False] * len(shown))
-    texts = ["(1 + 2) * 3", "7", "-3+5", "1/(5-5)", "3 +5", "1+1+1"]  # also wrong, undefined or useless ones
-    shown = [f"<think>so</think><answer> {text} </answer>" for text in texts]
-    assert function(shown) == (texts, [True] * len(texts))
-
-
 NUMERICAL = [
     "5", "-2.5", "1,000", "3/4", "50%", "$12", "5 apples", "1 or 5", r"\boxed{7}", r"\frac{1}{2}", "(1, 2)", "x = 5",
     "The answer is: 42", "so it is 3, #### 3", r"3\sqrt{2}", "2^{10}", "x^2+1", r"\frac{a}{b}", "p - q", r"\pi", "∞",
     "B",
 ]  # fmt: skip
-NOT_NUMERICAL = [
-    "hello",
-    "hello world",
-    "I cannot tell",
-    "import os",
-    "no idea",
-    "+",
-    "?",
-    "The answer is: yes",
-    "٪",
-]
+NOT_NUMERICAL = ["hello", "hello world", "I cannot tell", "+", "?", "The answer is: yes", "٪"]
 
 
-@pytest.mark.parametrize("lenient", [False, "ragen"])
-def test_what_states_no_number_is_no_action_of_metamathqa(lenient):
-    function = create_projection_function("metamathqa", lenient=lenient)
+def test_what_states_no_number_is_no_action_of_metamathqa():
+    function = create_projection_function("metamathqa")
     for texts, valid in ((NUMERICAL, True), (NOT_NUMERICAL, False)):
         shown = [f"<think>so</think><answer>{text}</answer>" for text in texts]
         actions, valids = function(shown)
