@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 import threading
 import time
 import urllib.error
@@ -70,21 +69,27 @@ def forks(base_url):
     return sum("a" in text.lower() for text in said)
 
 
+def alike(task, base_url, begin="begin"):
+    """Two sub-agents ask the same, in the order of the task, and go on differently."""
+    chats = {}
+    for name in task["task"]:
+        messages = [{"role": "user", "content": begin.format(name=name)}]
+        chats[name] = [*messages, {"role": "assistant", "content": ask(base_url, messages)}]
+    for name in task["task"]:
+        ask(base_url, [*chats[name], {"role": "user", "content": f"result of {name}"}])
+    return 1
+
+
+def named(task, base_url):
+    """Each sub-agent says its name from the first."""
+    return alike(task, base_url, "begin, {name}")
+
+
 def counts(base_url):
     """How many episodes this process has played, and its number, as a reward and in what it asks."""
     PLAYED.append(0)
     ask(base_url, [{"role": "user", "content": f"{os.getpid()} {len(PLAYED)}"}])
     return len(PLAYED)
-
-
-def raises(base_url):
-    ask(base_url, [{"role": "user", "content": "go"}])
-    raise KeyError("garden")
-
-
-def exits(base_url):
-    ask(base_url, [{"role": "user", "content": "go"}])
-    sys.exit(3)
 
 
 def dies(base_url):

@@ -14,13 +14,10 @@ import pytest
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
-from shoal.envs.tools import Tool
 from shoal.gateway.server import MOST_BODY, Gateway
 from shoal.gateway.sessions import Recorded
-from shoal.rollout.tools.chat import ToolChat
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
-from shoal.samplers.tokenizers import TinyTokenizer
 from tests.gateway.asking import CHAT, GO, Says, by_end, chat_of, client, handled, post
 
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -350,22 +347,6 @@ def test_an_answer_that_was_cut_says_so_on_every_wire(serve, engine):
     assert (last.type, last.response.output_text) == ("response.incomplete", "Up we")
     _, answer = post(server, chat_of("go"), "a/v1/messages")
     assert answer["stop_reason"] == "max_tokens"
-
-
-def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
-    chat = ToolChat(TinyTokenizer(), [Tool("add", "", {"type": "object"})])
-    for text in (
-        '<tool_call>{"name": "add", "arguments": }</tool_call>',
-        '<tool_call>{"name": "rm"}</tool_call>',
-        "<tool_call>[1]</tool_call>",
-        f"<tool_call>{'[' * 100_000}</tool_call>",
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
-        f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
-    ):
-        assert chat.split(text) == (text, ())
 
 
 def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_follows(serve, engine):

@@ -1,4 +1,4 @@
-"""The gateway, programs, and trainings are killed at random moments: what was answered is kept, and all goes on equal.
+"""The gateway and programs are killed at random moments: what was answered is kept, and all goes on equal.
 
 `SHOAL_KILLS=100` kills more often than the tests do by themselves.
 """
@@ -20,19 +20,11 @@ from shoal import ParallelRolloutManager
 from shoal.cli.main import main
 from shoal.gateway.programs import sessions_of
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.trainer import AgentTrainer
 from tests.gateway.test_command import ask, recorded
 from tests.gateway.test_programs import PROGRAM, config
 
 KILLS = int(os.environ.get("SHOAL_KILLS", "10"))
 START = multiprocessing.get_context("spawn")
-
-
-MORE = (
-    "es_manager.train.env_groups=4", "es_manager.val.env_groups=1", "agent_proxy.parallel_n_jobs=2",
-    "trainer.iterations=4", "trainer.save_every=1", "trainer.save_trajectories_every=1",
-    "trainer.stop_at_success=null", "algorithm.learning_rate=0.01",
-)  # fmt: skip
 
 
 def killing(seconds, stop, killed):
@@ -49,7 +41,7 @@ def killing(seconds, stop, killed):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_episodes_of_programs_that_are_killed_at_random_moments_are_as_if_they_had_not_been(tmp_path):
-    settings = config(tmp_path, *MORE, "agent_proxy.parallel.env_retries=1000")
+    settings = config(tmp_path, "es_manager.train.env_groups=4", "agent_proxy.parallel.env_retries=1000")
     stop, killed = threading.Event(), []
     killer = threading.Thread(target=killing, args=(0.5, stop, killed))
     engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
@@ -111,40 +103,3 @@ def test_what_was_answered_is_on_disk_whenever_the_gateway_is_killed(tmp_path):
         assert set(answered) <= set(kept)
         asked += len(answered)
     assert asked >= KILLS
-
-
-def train(where, function, run, resume):
-    overrides = *MORE, f"run_dir={run}", f"resume={str(resume).lower()}"
-    with AgentTrainer(config(where, *overrides, function=function)) as trainer:
-        list(trainer.train())
-
-
-def left(run):
-    """What a run wrote of its episodes, and its last weights."""
-    episodes = {file.name: file.read_bytes() for file in (run / "trajectories").glob("*.jsonl")}
-    return episodes, (run / "checkpoints" / "step-000004" / "engine" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("function", ["", "play"])
-def test_a_training_that_is_killed_at_random_moments_ends_equal(tmp_path, function):
-    begun = time.monotonic()
-    started(train, tmp_path, function, tmp_path / "whole", False).join()
-    seconds = time.monotonic() - begun
-    whole = left(tmp_path / "whole")
-    assert len(whole[0]) == 6  # four batches, and the evaluations before and after
-    rng, kills, number = random.Random(1), 0, 0
-    while kills < KILLS:
-        run, number = tmp_path / f"run{number}", number + 1
-        while True:
-            resume = (run / "config.yaml").exists()
-            process = started(train, tmp_path, function, run, resume)
-            process.join(rng.uniform(0.0, seconds))
-            if not process.is_alive():
-                break
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            kills += 1
-        assert process.exitcode == 0
-        assert left(run) == whole

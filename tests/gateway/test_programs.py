@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from shoal.train.agent.batch.samples import make_samples
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.replay import Replay, find_episode
-from tests.rollout.doubles import until
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
 
@@ -128,21 +127,6 @@ def test_a_program_that_misbehaves_fails_its_episode_and_leaves_nothing(
     assert not left_behind()
 
 
-def test_no_command_outlives_a_run_that_is_killed(tmp_path):
-    config(tmp_path, command=["{python}", "-c", "import time; time.sleep(600)", str(PROGRAM)])
-    words = ["rollout", "--config-dir", str(tmp_path), "--config-name", "programs"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    run = subprocess.Popen(
-        [sys.executable, "-m", "shoal", *words, "--out", str(tmp_path / "run")],
-        env=env,
-        stderr=subprocess.DEVNULL,
-    )
-    until(left_behind, 240)
-    run.kill()
-    run.wait()
-    until(lambda: not left_behind())
-
-
 def test_an_episode_ends_with_its_program_though_others_keep_its_output_open(tmp_path):
     settings = config(tmp_path, "es_manager.train.env_groups=1", fault="leaves", timeout=8.0)
     assert [trajectory.status for trajectory in play(settings, 3)] == ["ok"] * 3
@@ -172,8 +156,6 @@ def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_ro
 @pytest.mark.parametrize(
     ("function", "status", "why"),
     [
-        ("raises", "ok", "KeyError: 'garden' (agent_functions.py"),
-        ("exits", "ok", "SystemExit: 3"),
         ("dies", "env_error", "the process of the function exited with code 4"),
         ("hangs", "timeout", "did not return within 4 s"),
         ("nonsense", "env_error", "the result must be a reward"),
@@ -212,6 +194,25 @@ def test_calls_stand_in_the_order_in_which_they_were_asked_unless_they_were_at_o
     caplog.clear()
     play(config(tmp_path, function="asks_at_once", parallel=True))
     assert "set parallel: true" not in caplog.text
+
+
+def test_only_sub_agents_that_ask_the_same_depend_on_which_of_them_asks_first(tmp_path):
+    def played(function, first):
+        (tmp_path / "tasks.jsonl").write_text(f'"{first}"\n')
+        tasks = str(tmp_path / "tasks.jsonl")
+        episodes = play(config(tmp_path, function=function, tasks=tasks, parallel=True), 1)
+        assert all(episode.status == "ok" and len(episode.calls) == 4 for episode in episodes)
+        return episodes
+
+    def answers(episode):
+        """What was said to each prompt of one message, and how often."""
+        roots = [n for n, call in enumerate(episode.calls) if call.parent is None]
+        return Counter((episode.turns[n].observation, episode.turns[n].response) for n in roots)
+
+    assert played("named", "AB") == played("named", "BA")
+    one, other = played("alike", "AB"), played("alike", "BA")
+    assert list(map(answers, one)) == list(map(answers, other))
+    assert one != other  # which of them got which, and went on from it, is decided by who came first
 
 
 def test_steps_of_a_group_are_compared_where_their_new_messages_are_equal(tmp_path):
