@@ -77,14 +77,13 @@ class Driver:
         sampler: SamplerClient,
         sampling: Sampling,
         finished: Callable[[int, Ended], None],
-        limits: ParallelConfig = NO_LIMITS,
-        failures: FailureLog | None = None,
-        toolbox: Toolbox | None = None,
-        report: RolloutReport | None = None,
+        limits: ParallelConfig,
+        failures: FailureLog,
+        toolbox: Toolbox,
+        report: RolloutReport,
     ) -> None:
-        self._toolbox, self.report = toolbox, report or RolloutReport()
-        self._hosts, self._sampler, self._sampling = hosts, sampler, sampling
-        self._finished, self._limits, self._failures = finished, limits, failures or FailureLog()
+        self._hosts, self._sampler, self._sampling, self._finished = hosts, sampler, sampling, finished
+        self._limits, self._failures, self._toolbox, self.report = limits, failures, toolbox, report
         self._todo = asyncio.Queue[_Job]()
         self._left = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -256,13 +255,11 @@ class Driver:
                 event = await host.tell(reply)
         finally:
             self._sampler.playing -= 1
-            if self._toolbox is not None:
-                self._toolbox.end(_turn_id(job.assignment, version, 0))
+            self._toolbox.end(_turn_id(job.assignment, version, 0))
         self._end(job, event)
 
     async def _use(self, assignment: Assignment, event: Use, version: int) -> Reply:
         """What came of calls of tools."""
-        assert self._toolbox is not None, "there are no tools"
         where = _turn_id(assignment, version, event.turn)
         if event.first:  # maybe of another attempt
             self._toolbox.end(where)
