@@ -1,7 +1,7 @@
 """What an engine and a tokenizer may do wrong: it ends the episode that asked, and no other."""
 
 import pytest
-from tests.rollout.doubles import HashEngine, config, in_lockstep
+from tests.rollout.doubles import HashEngine, SpeechlessError, config, in_lockstep
 
 from shoal.core.errors import WorkerTimeoutError
 from shoal.rollout.play import ParallelRolloutManager
@@ -23,6 +23,20 @@ def calm():
     return play("serial")
 
 
+def check(calm, played, status, word):
+    """The episodes of group 1 have ended so at their third turn, and no other differs."""
+    for usual, now in zip(calm, played, strict=True):
+        if now.group == 1:
+            assert (now.status, now.turns) == (status, usual.turns[:2])
+            assert word in now.error
+        else:
+            assert now == usual
+
+
+def asked_at_its_third_turn(request):
+    return (request.key.path[1], request.key.path[3]) == (1, 2)
+
+
 class Refusing(HashEngine):
     """One that is asked for each request by itself, and raises at some."""
 
@@ -31,7 +45,7 @@ class Refusing(HashEngine):
         self.error = error
 
     async def sample(self, request):
-        if (request.key.path[1], request.key.path[3]) == (1, 2):
+        if asked_at_its_third_turn(request):
             raise self.error
         return self._answer(request)
 
@@ -45,29 +59,14 @@ class Refusing(HashEngine):
     ],
 )
 def test_an_exception_in_answer_to_one_request_ends_its_episode_alone(calm, backend, error, status):
-    for before, now in zip(calm, play(backend, Refusing(error)), strict=True):
-        if now.group == 1:
-            assert (now.status, now.turns) == (status, before.turns[:2])
-            assert "ConnectionError" in now.error
-        else:
-            assert now == before
-
-
-class SpeechlessError(Exception):
-    def __str__(self):
-        raise SystemExit(5)
+    check(calm, play(backend, Refusing(error)), status, "ConnectionError")
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("error", [SpeechlessError, KeyboardInterrupt])
 def test_whatever_an_engine_raises_of_itself_ends_the_episode_alone_that_it_is_about(calm, backend, error):
     def before(requests):
-        if any((r.key.path[1], r.key.path[3]) == (1, 2) for r in requests):
+        if any(map(asked_at_its_third_turn, requests)):
             raise error
 
-    for usual, now in zip(calm, play(backend, HashEngine(before)), strict=True):
-        if now.group == 1:
-            assert (now.status, now.turns) == ("engine_error", usual.turns[:2])
-            assert error.__name__ in now.error
-        else:
-            assert now == usual
+    check(calm, play(backend, HashEngine(before)), "engine_error", error.__name__)

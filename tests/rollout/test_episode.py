@@ -1,6 +1,7 @@
 import logging
 import re
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ def collect(engine, prompt=None, env_config=LAKE, sampling=None, **tag):
     prompt = prompt or PromptConfig(history=0, first="{observation}", later="{observation}")
     playing = TrajectoryCollector(train.pool, train.tags, train.roles, 2, engine, prompt, 0)
     return playing.collect(0, sampling or Sampling(60))
+
+
+def episode_of(env, prompter):
+    role = Role("Lake", env.instructions, env.projection, 9)
+    return Episode(EpisodeId(0, 0, 0, 0, 0), role, prompter, Sampling(20))
 
 
 # --- several actions in a turn
@@ -117,8 +123,7 @@ def test_pictures_are_carried_in_the_trajectory_and_to_engines_that_take_them():
 def test_a_turn_without_a_picture_is_not_asked_with_that_of_the_turn_before(mode, counts):
     tokenizer = ChatCodec()
     prompter = Prompter(PromptConfig(mode=mode), tokenizer)
-    role = Role("Page", "", make("frozen_lake").projection, 9)
-    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, prompter, Sampling())
+    episode = episode_of(make("frozen_lake"), prompter)
     picture, found = "data:image/png;base64,AAAA", []
     episode.begin("a page", {"image": picture})
     for shown in ({}, {"image": picture}, {}):
@@ -214,8 +219,7 @@ def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place(
 
     engine = RandomEngine(WORDS)
     env = make("frozen_lake", **LAKE)
-    role = Role("Lake", env.instructions, env.projection, 5)
-    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Rewrites(append(), engine.tokenizer), Sampling(20))
+    episode = episode_of(env, Rewrites(append(), engine.tokenizer))
     episode.begin(*env.reset(seed=0))
     request = episode.request()
     assert isinstance(request, Request)
@@ -229,16 +233,14 @@ def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place(
 
 def test_arrays_that_are_no_pictures_are_refused():
     env = make("frozen_lake", **LAKE, observation="grid")
-    role = Role("Lake", env.instructions, env.projection, 5)
-    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(append(), ChatCodec()), Sampling(20))
+    episode = episode_of(env, Prompter(append(), ChatCodec()))
     with pytest.raises(ValueError, match="a picture must be"):
         episode.begin(*env.reset(seed=0))
 
 
 def test_actions_that_are_listed_as_numbers_are_shown():
     env = make("frozen_lake", **LAKE)
-    role = Role("Lake", env.instructions, env.projection, 5)
-    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(PromptConfig(), ChatCodec()), Sampling(8))
+    episode = episode_of(env, Prompter(PromptConfig(), ChatCodec()))
     observation, info = env.reset(seed=0)
     episode.begin(observation, info | {"available_actions": [0, 7]})
     assert "0, 7" in ChatCodec().decode(episode.request().prompt_ids)
@@ -246,8 +248,8 @@ def test_actions_that_are_listed_as_numbers_are_shown():
 
 def test_a_prompt_names_the_words_of_an_env_that_lists_none_and_free_text_as_any_text():
     def asked(projection):
-        role = Role("Own", "", projection, 5)
-        episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(PromptConfig(), ChatCodec()), Sampling(8))
+        env = SimpleNamespace(instructions="", projection=projection)
+        episode = episode_of(env, Prompter(PromptConfig(), ChatCodec()))
         episode.begin("begin", {})
         return ChatCodec().decode(episode.request().prompt_ids)
 

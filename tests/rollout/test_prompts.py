@@ -148,11 +148,3 @@ def test_drift_is_looked_for_in_the_first_turns_unless_it_ends_episodes(on_drift
         for _ in range(3):  # one warning is enough
             other.check_drift(chat, [ord(c) for c in "<on!>?"])
         assert [r.name for r in caplog.records].count("shoal.rollout.prompts") == (on_drift == "warn")
-
-
-def test_a_kind_of_env_has_templates_of_its_own_made_once():
-    prompter = Prompter(PromptConfig(first="a"), TOKENIZER)
-    own = prompter.variant({"first": "b"})
-    assert own is prompter.variant({"first": "b"}) is not prompter
-    assert prompter.variant({}) is prompter
-    assert (own.message(scene(0)), prompter.message(scene(0))) == ("b", "a")

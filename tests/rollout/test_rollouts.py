@@ -99,8 +99,10 @@ def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, a
     assert max(engine.batches) == 2 * at_once  # two workers, in lockstep
 
 
-@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
-@pytest.mark.parametrize("backend", ["thread", "process", "loky"])
+@pytest.mark.parametrize(
+    ("backend", "schedule"),
+    [("thread", "adaptive"), ("thread", "barrier"), ("process", "barrier"), ("loky", "adaptive")],
+)
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(calm, backend, schedule):
     settings = config(nap=0.02, parallel={"schedule": schedule, "episodes_at_once": 2})
     with ParallelRolloutManager(settings, InterruptingEngine(), backend=backend) as manager:

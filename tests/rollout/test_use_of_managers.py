@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.rollout.doubles import HashEngine, InterruptingEngine, config, until
@@ -23,42 +24,25 @@ def calm():
         return {iteration: manager.collect(iteration) for iteration in (4, 5, 6)}
 
 
-def in_thread(work):
-    result = {}
-
-    def run():
-        try:
-            result["value"] = work()
-        except BaseException as error:
-            result["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, result
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rollouts_that_several_threads_ask_for_are_played_one_after_another(calm, backend):
-    with manager_of(backend, nap=0.005) as manager:
-        started = [in_thread(lambda i=i: manager.collect(i)) for i in calm]
-        for (thread, result), iteration in zip(started, calm, strict=True):
-            thread.join(60)
-            assert result["value"] == calm[iteration]
+    with manager_of(backend, nap=0.005) as manager, ThreadPoolExecutor(len(calm)) as threads:
+        assert list(threads.map(manager.collect, calm)) == list(calm.values())
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "loky"])
 def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(calm, backend):
     engine = HashEngine()
     manager = manager_of(backend, engine, nap=0.03 if backend == "serial" else 0.3)
-    thread, result = in_thread(lambda: manager.collect(4))
-    until(lambda: engine.batches)
-    pids = manager.worker_pids()
-    clock = time.monotonic()
-    manager.close()
-    assert time.monotonic() - clock < 30
-    thread.join(60)
-    assert isinstance(result["error"], WorkerError | EngineError)
-    assert "closed" in str(result["error"])
+    with ThreadPoolExecutor(1) as thread:
+        playing = thread.submit(manager.collect, 4)
+        until(lambda: engine.batches)
+        pids = manager.worker_pids()
+        clock = time.monotonic()
+        manager.close()
+        assert time.monotonic() - clock < 30
+        with pytest.raises((WorkerError, EngineError), match="closed"):
+            playing.result(60)
     assert not manager.worker_pids()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -5,7 +5,7 @@ import gc
 import signal
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 from tests.rollout.doubles import HashEngine, each
@@ -21,19 +21,11 @@ def request(member=0):
 
 def test_threads_that_ask_at_once_each_get_their_own_answers_in_few_batches():
     engine = HashEngine(lambda requests: time.sleep(0.05))
-    found = {}
-    with SamplerClient(engine) as shared:
-
-        def ask(member):
-            found[member] = shared.generate([request(member)])[0]
-
-        threads = [threading.Thread(target=ask, args=(member,)) for member in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+    asked = [request(member) for member in range(20)]
+    with SamplerClient(engine) as shared, ThreadPoolExecutor(20) as threads:
+        found = list(threads.map(lambda one: shared.generate([one])[0], asked))
         assert shared.statistics.requests == 20
-    assert found == {member: HashEngine().generate([request(member)])[0] for member in range(20)}
+    assert found == HashEngine().generate(asked)
     assert len(engine.batches) < 10
 
 

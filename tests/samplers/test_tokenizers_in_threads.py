@@ -54,7 +54,7 @@ def test_eight_threads_use_one_tokenizer_and_nothing_is_wrong(copied):
     tokenizer, alone = TemplateTokenizer(raw), TemplateTokenizer(copy.deepcopy(raw))
     if copied == "unpickled":
         tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    texts, oracle = contents(1_000), two_raw(raw)
+    texts, oracle = contents(400), two_raw(raw)
 
     def everything(tokenizer, text):
         message = {"role": "user", "content": text}
@@ -86,7 +86,7 @@ def test_what_others_do_with_the_tokenizer_meanwhile_changes_no_prompt():
     thread = threading.Thread(target=meddle)
     thread.start()
     try:
-        texts = contents(1500, 1)
+        texts = contents(600, 1)
         wrong = sum(tokenizer.start([{"role": "user", "content": t}]) != expected(*oracle, t) for t in texts)
     finally:
         ended.set()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
@@ -443,7 +444,7 @@ def test_episodes_are_judged_while_others_are_played():
 
 
 def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
-    waits, go_on, told = threading.Event(), threading.Event(), []
+    waits, go_on = threading.Event(), threading.Event()
 
     @reward("waits", replace=True)
     def waiting(episodes):
@@ -451,24 +452,15 @@ def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
         go_on.wait(30)
         return [1.0] * len(episodes)
 
-    manager = ParallelRolloutManager(
-        {**config(), "rewards": [{"name": "waits"}]}, HashEngine(), backend="thread"
-    )
-
-    def collect():
-        try:
-            manager.collect(0)
-        except WorkerError as error:
-            told.append(str(error))
-
-    playing = threading.Thread(target=collect)
-    playing.start()
-    assert waits.wait(30)
-    manager.close()
-    playing.join(30)
-    go_on.set()
-    (why,) = told
-    assert "the rollout was ended" in why
+    settings = {**config(), "rewards": [{"name": "waits"}]}
+    manager = ParallelRolloutManager(settings, HashEngine(), backend="thread")
+    with ThreadPoolExecutor(1) as thread:
+        playing = thread.submit(manager.collect, 0)
+        assert waits.wait(30)
+        manager.close()
+        with pytest.raises(WorkerError, match="the rollout was ended"):
+            playing.result(30)
+        go_on.set()
 
 
 # --- settings
