@@ -5,24 +5,15 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
+
+from agent_functions import ask
 
 task = json.loads(sys.stdin.readline())
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
-
-
-def ask(messages):
-    body = json.dumps({"messages": messages, "max_tokens": 4}).encode()
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"content-type": "application/json"}
-    )
-    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
-
-
 said, messages = [], []
 for turn in range(3):
     messages.append({"role": "user", "content": f"{task.get('task', 'go')} {turn}"})
-    said.append(ask(messages))
+    said.append(ask(os.environ["OPENAI_BASE_URL"], messages))
     messages.append({"role": "assistant", "content": said[-1]})
     if fault == "dies" and turn == 1:
         os.kill(os.getpid(), 9)
