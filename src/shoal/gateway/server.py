@@ -350,7 +350,12 @@ def make_app(gateway: Gateway) -> Any:
 
 
 class GatewayServer(Closing):
-    """A gateway that answers on 127.0.0.1 in the event loop of the process, at a free port if that is 0."""
+    """A gateway that answers on 127.0.0.1 in the event loop of the process, as long as it is open.
+
+    Args:
+        gateway: what answers.
+        port: 0 takes a free one.
+    """
 
     def __init__(self, gateway: Gateway, port: int = 0) -> None:
         with needs_extra("the gateway", "web"):

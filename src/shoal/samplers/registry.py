@@ -149,12 +149,23 @@ class EngineConfig:
 
 # --- by name
 def sampler(name: str, *, replace: bool = False) -> Callable[[Make], Make]:
-    """Register the function below it as what makes the sampler of `engine.name: NAME`."""
+    """Register the function below it as what makes the sampler of `engine.name: NAME`.
+
+    Args:
+        name: under which the YAML and the command line know it.
+        replace: whether the name may be taken already.
+    """
     return partial(SAMPLERS.register, name, replace=replace)
 
 
 def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Sampler:
-    """The sampler of a config for playing, with fresh or pretrained weights; close it if it has `close`."""
+    """The sampler of a config for playing, with fresh or pretrained weights; close it if it has `close`.
+
+    Args:
+        config: the `engine` part of a run's settings.
+        words: action words that are one token each (tiny).
+        seed: of fresh weights (tiny).
+    """
     return SAMPLERS[config.name](config, words, seed)
 
 

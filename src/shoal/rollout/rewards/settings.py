@@ -33,6 +33,10 @@ def reward(name: str, *, replace: bool = False) -> Callable[[F], F]:
 
     It gets the whole episodes of a group and returns one number for each; where it has a parameter `task`, also the
     task of a program. It is called again when a run is resumed, and must return the same numbers then.
+
+    Args:
+        name: in the YAML.
+        replace: a function of that name.
     """
 
     def register(function: F) -> F:
