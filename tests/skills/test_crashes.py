@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from tests.skills.conftest import skill
 
 from shoal.skills.graph.launchers import LocalLauncher, job_environment
+from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.training import finish_training, prepare_training_run, read_outcome
@@ -167,8 +169,11 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     return store, attempts
 
 
-def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
-    """A scheduler and its trainings are killed; in the end the experts are those of an undisturbed run."""
+def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
+    """A scheduler and its trainings are killed; in the end the experts are those of an undisturbed run.
+
+    Meanwhile somebody cancels skills and opens them again, stops all, and changes budgets: how often is returned.
+    """
     config = replace(
         quick,
         total_timesteps=1e5,
@@ -201,8 +206,9 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
     assert events_of(start("schedule", "-", str(tmp_path / "whole"), settings))
     expected = results(whole)
     rng = random.Random(2)
-    done = rounds = 0
-    while done < kills:
+    happened: Counter[str] = Counter()
+    rounds = 0
+    while happened["killed"] < kills:
         base = tmp_path / f"schedule-{rounds}"
         rounds += 1
         store = prepare(base)
@@ -211,18 +217,23 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
         until = time.monotonic() + 240
         while any(row.status != "completed" for row in store.skills()):
             assert time.monotonic() < until
-            go_on = done < kills
+            go_on = happened["killed"] < kills
+            meddle(store, rng if go_on else None, happened)
             where = next(source) if go_on else "-"
             process = start("schedule", where, str(base), settings)
             if where == "-" and go_on:
                 time.sleep(rng.uniform(0.3, 1.2))
+                if rng.random() < 0.3:
+                    meddle(store, rng, happened)
+                if rng.random() < 0.5:
+                    happened["stopped"] += ask_to_stop(store, wait=False)
                 for attempt in store.attempts(running=True):
                     if attempt.handle and rng.random() < 0.5:
                         LocalLauncher().kill(attempt.handle)
-                        done += 1
+                        happened["killed"] += 1
                 process.kill()
             told = events_of(process)
-            done += process.returncode == -signal.SIGKILL
+            happened["killed"] += process.returncode == -signal.SIGKILL
             acked |= {event["skill"] for event in told if event["event"] == "merge"}
             assert acked <= {row.name for row in store.skills("completed")}
             check_files(store)
@@ -231,7 +242,23 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
         assert [len(store.versions(row.expert)) for row in store.skills()] == [1, 1, 1]
         assert results(store) == expected
         store.close()
-    return done
+    return happened
+
+
+def meddle(store: Store, rng: random.Random | None, happened: Counter[str]) -> None:
+    """Open again what was given up; with `rng` also give up what is not, and change budgets."""
+    for row in store.skills():
+        if row.status in ("skipped", "failed", "blocked"):
+            reopen(store, row.name)
+        elif rng is None:
+            if row.cancel:
+                store.update_skill(row.name, cancel=0)
+        elif rng.random() < 0.15 and row.status in ("waiting", "running"):
+            ask_to_cancel(store, row.name)
+            happened["cancelled"] += 1
+        elif rng.random() < 0.2 and row.status != "completed":
+            reopen(store, row.name, budget=rng.choice([200_000, 300_000]))
+            happened["budgets"] += 1
 
 
 def test_merges_of_three_killed_processes_lose_nothing_and_count_once(tmp_path: Path, net) -> None:
@@ -247,4 +274,4 @@ def test_thirty_kills_of_each_lose_nothing(tmp_path: Path, quick, net, victim: s
     elif victim == "merge":
         assert kill_merges(tmp_path, net, 30)
     else:
-        assert kill_schedulers(tmp_path, quick, 30) >= 30
+        assert kill_schedulers(tmp_path, quick, 30)["killed"] >= 30
