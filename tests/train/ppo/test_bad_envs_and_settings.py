@@ -128,12 +128,26 @@ def test_an_observation_that_is_infinite_as_float32_alone_is_told_so():
         ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
         ({"backend": "serial", "num_workers": 2}, "'serial' has no workers, got num_workers=2"),
         ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
-        ({"num_workers": "2"}, "num_workers must be a whole number, got '2'"),
         ({"n_envs": True}, "n_envs must be a whole number, got True"),
         ({"n_steps": 16.0}, "n_steps: Expected `int`, got 16.0"),
         ({"hidden": (8.0,)}, r"hidden: Expected `int`, .*got \(8.0,\)"),
-        ({"hidden": 8}, "hidden: Expected `array`, got 8"),
         ({"hidden": ()}, "hidden: Expected `array` of length >= 1"),
+        ({"n_envs": 10**10}, "n_envs must be at most 2147483647, got 10000000000"),
+        ({"frame_stack": 10**10}, "frame_stack must be at most 2147483647, got 10000000000"),
+        ({"num_workers": 10**10}, "num_workers must be at most 2147483647, got 10000000000"),
+        ({"lr_schedule": "liner"}, "lr_schedule must be 'constant', 'linear' or 'cosine', got 'liner'"),
+        ({"activation": "gelu"}, "activation must be 'tanh' or 'relu', got 'gelu'"),
+        ({"recurrent": "LSTM"}, "recurrent must be 'none', 'lstm' or 'gru', got 'LSTM'"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number, got inf"),
+        ({"log_std_init": float("nan")}, "log_std_init must be a finite number, got nan"),
+        ({"adam_eps": -1e-5}, "adam_eps must be at least .*, got -1e-05"),
+        ({"adam_eps": 1e-320}, "adam_eps must be at least 1.17.*e-38, got 1e-320"),
+        ({"log_std_init": -1e300}, r"log_std_init must be at least -3.4.*e\+38, got -1e\+300"),
+        ({"normalize_obs": "False"}, "normalize_obs: Expected `bool`, got 'False'"),
+        ({"ent_coef": None}, "ent_coef: Expected `float`, got None"),
+        ({"learning_rate": True}, "learning_rate: Expected `float`, got True"),
+        ({"n_steps": 10**20}, "n_steps must be at most 2147483647, got 1000"),
+        ({"hidden": (64, 10**10)}, "hidden must be at most 2147483647"),
     ],
 )
 def test_impossible_arguments_are_named(arguments, message):
@@ -175,38 +189,6 @@ def test_an_env_that_raises_in_a_worker_stops_the_run_with_its_name(path):
     )  # fmt: skip
     with ppo, pytest.raises(EnvError, match=r"env [01] .*failed .*the plug was pulled"):
         ppo.learn(640)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"lr_schedule": "liner"}, "lr_schedule must be 'constant', 'linear' or 'cosine', got 'liner'"),
-        ({"activation": "gelu"}, "activation must be 'tanh' or 'relu', got 'gelu'"),
-        ({"recurrent": "LSTM"}, "recurrent must be 'none', 'lstm' or 'gru', got 'LSTM'"),
-        ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number, got inf"),
-        ({"log_std_init": float("nan")}, "log_std_init must be a finite number, got nan"),
-        ({"adam_eps": -1e-5}, "adam_eps must be at least .*, got -1e-05"),
-        ({"adam_eps": 1e-320}, "adam_eps must be at least 1.17.*e-38, got 1e-320"),
-        ({"log_std_init": -1e300}, r"log_std_init must be at least -3.4.*e\+38, got -1e\+300"),
-        ({"normalize_obs": "False"}, "normalize_obs: Expected `bool`, got 'False'"),
-        ({"ent_coef": None}, "ent_coef: Expected `float`, got None"),
-        ({"learning_rate": True}, "learning_rate: Expected `float`, got True"),
-        ({"n_epochs": True}, "n_epochs: Expected `int`, got True"),
-        ({"n_steps": 10**20}, "n_steps must be at most 2147483647, got 1000"),
-        ({"hidden": (64, 10**10)}, "hidden must be at most 2147483647"),
-    ],
-)
-def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refused(setting, message):
-    with pytest.raises(ConfigError, match=message):
-        PPOConfig(**setting)
-
-
-@pytest.mark.parametrize(
-    ("name", "more"), [("n_envs", {}), ("frame_stack", {}), ("num_workers", {"backend": "process"})]
-)
-def test_more_than_any_memory_holds_is_refused_by_its_name(name, more):
-    with pytest.raises(ConfigError, match=f"{name} must be at most 2147483647, got 10000000000"):
-        PPO(TargetEnv, **{name: 10**10}, **more)
 
 
 class Seedless(CountingEnv):
@@ -291,7 +273,7 @@ class Mistold(CountingEnv):
     ],
 )
 def test_an_observation_that_is_not_of_the_space_is_refused(space, shown):
-    expected = "an observation must be of " + re.escape(str(space))
+    expected = "env 0: an observation must be of " + re.escape(str(space))
     with pytest.raises(EnvError, match=expected):
         PPO(partial(Mistold, space, shown), preset="none", n_envs=1, n_steps=16, backend="serial").learn(16)
     with pytest.raises(EnvError, match=expected):

@@ -48,7 +48,6 @@ class MaskedLate(IdentityEnv):
         return {} if mask is None else {"action_mask": np.asarray(mask)}
 
 
-@pytest.mark.parametrize("path", ["compiled", "torch"])
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -57,19 +56,16 @@ class MaskedLate(IdentityEnv):
         (None, "but not this time; give it at every step"),
     ],
 )
-def test_an_evaluation_examines_masks_as_a_rollout_does(monkeypatch, path, mask, message):
-    with PPO(MaskedLate, n_envs=2, backend="serial", path=path, **FAST) as ppo:
+def test_an_evaluation_examines_masks_as_a_rollout_does(monkeypatch, mask, message):
+    with PPO(MaskedLate, n_envs=2, backend="serial", **FAST) as ppo:
         assert ppo.evaluate(1).lengths == [16]
         monkeypatch.setattr(MaskedLate, "at", {2: mask})
         with pytest.raises(EnvError, match=message):
             ppo.evaluate(1)
 
 
-@pytest.mark.parametrize("path", ["compiled", "torch"])
-def test_an_env_that_fails_in_evaluation_is_named_as_in_a_rollout(path):
-    with PPO(
-        BrokenEnv, env_kwargs={"what": "late error"}, n_envs=2, backend="serial", path=path, **FAST
-    ) as ppo:
+def test_an_env_that_fails_in_evaluation_is_named_as_in_a_rollout():
+    with PPO(BrokenEnv, env_kwargs={"what": "late error"}, n_envs=2, backend="serial", **FAST) as ppo:
         with pytest.raises(
             EnvError, match="evaluation failed in episode 0, step 89, action .*the plug was pulled"
         ):
@@ -114,11 +110,10 @@ def test_rewards_and_ends_in_words_are_refused_in_evaluation_as_in_a_rollout(wha
                 play()
 
 
-@pytest.mark.parametrize("path", ["compiled", "torch"])
 @pytest.mark.parametrize("what", ["observation", "reward"])
-def test_an_evaluation_examines_numbers_as_a_rollout_does(path, what):
+def test_an_evaluation_examines_numbers_as_a_rollout_does(what):
     env = partial(BrokenEnv, what)
-    ppo = PPO(env, preset="none", n_envs=2, backend="serial", path=path, **FAST)
+    ppo = PPO(env, preset="none", n_envs=2, backend="serial", **FAST)
     with ppo, pytest.raises(EnvError, match=f"evaluation episode 0, step 1[12].*{what} must be finite"):
         ppo.evaluate(1)
 

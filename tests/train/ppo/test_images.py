@@ -212,19 +212,6 @@ def test_a_nan_among_numbers_beside_pictures_is_named():
         ppo.learn(64)
 
 
-def test_floats_and_bytes_give_the_same_answer_so_that_export_may_take_floats():
-    env = DictEnv()
-    rows = ObservationRows(env.observation_space)
-    network = CNNActorCritic(rows, ActionRows(env.action_space))
-    packed = np.random.default_rng(0).integers(0, 256, (4, rows.size), np.uint8)
-    packed = rows.with_numbers(packed, np.random.default_rng(1).standard_normal((4, 5)))
-    plain = np.concatenate([rows.numbers(packed), packed[:, 20:].astype(np.float32)], axis=1)
-    with torch.inference_mode():
-        torch.testing.assert_close(
-            network.policy(torch.from_numpy(packed)), network.policy(torch.from_numpy(plain))
-        )
-
-
 class Beside(gym.Env):
     """Numbers of some kind beside a picture of some shape, as `Dict`."""
 

@@ -66,6 +66,19 @@ def play(learner, actions, obs, noise, masks, deterministic=False):
     return chosen, logprobs
 
 
+def batch_of(learner, actions, n, inputs, rng, epochs=1, masked=False, off=0.0):
+    """Samples of a rollout, in an order for each epoch; `off` is how far its log-probabilities are off."""
+    obs, noise, masks = sample(actions, n, inputs, rng, masked and actions.is_discrete)
+    chosen, logprobs = play(learner, actions, obs, noise, masks)
+    old, advantages, returns, moved = rng.standard_normal((4, n)).astype(np.float32)
+    values = learner.values(obs)
+    return UpdateBatch(
+        obs, chosen, logprobs + old * np.float32(off), advantages, returns=values + returns,
+        values=values + moved * np.float32(0.3), masks=masks,
+        orders=np.stack([rng.permutation(n) for _ in range(epochs)]),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("hidden", [(64, 64), (24,), (33, 17, 40)])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
@@ -97,18 +110,9 @@ def test_compiled_update_is_autograd_clipping_and_adam(
     kind, rows, batch_size, value_clip, ent_coef, max_norm, masked
 ):
     fast, slow, actions = learners(SPACES[kind], 5, (40, 20))  # padded to multiples of 16
-    rng = np.random.default_rng(2)
-    obs, noise, masks = sample(actions, rows, 5, rng, masked and actions.is_discrete)
-    chosen, logprobs = play(slow, actions, obs, noise, masks)
-    values = slow.values(obs)
-    batch = UpdateBatch(
-        obs=obs, actions=chosen,
-        logprobs=logprobs + rng.standard_normal(rows).astype(np.float32) * 0.2,  # some clip
-        advantages=rng.standard_normal(rows).astype(np.float32),
-        returns=values + rng.standard_normal(rows).astype(np.float32),
-        values=values + rng.standard_normal(rows).astype(np.float32) * 0.3,
-        masks=masks, orders=np.stack([rng.permutation(rows) for _ in range(2)]),
-    )  # fmt: skip
+    batch = batch_of(
+        slow, actions, rows, 5, np.random.default_rng(2), epochs=2, masked=masked, off=0.2
+    )  # some clip
     rates = UpdateRates(1e-3, 0.2, value_clip, ent_coef, 0.5, max_norm, 0.0, True, 1e-5, batch_size)
     ours, theirs = fast.update(batch, rates), slow.update(batch, rates)
     assert ours.n_minibatches == theirs.n_minibatches == 2 * -(-rows // batch_size)
@@ -127,13 +131,7 @@ def test_one_compiled_gradient_equals_autograd_to_float32_precision():
     """One step from zero moments: exp_avg is 0.1 times the gradient."""
     for kind in ("discrete", "box"):
         fast, slow, actions = learners(SPACES[kind], 8, (64, 64))
-        rng = np.random.default_rng(3)
-        obs, noise, masks = sample(actions, 37, 8, rng)
-        chosen, logprobs = play(slow, actions, obs, noise, masks)
-        advantages = rng.standard_normal(37).astype(np.float32)
-        batch = UpdateBatch(
-            obs, chosen, logprobs, advantages, advantages, slow.values(obs), masks, np.arange(37)[None]
-        )
+        batch = batch_of(slow, actions, 37, 8, np.random.default_rng(3))
         rates = UpdateRates(1e-3, 0.2, 0.2, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 64)
         fast.update(batch, rates)
         slow.update(batch, rates)
@@ -214,14 +212,7 @@ def test_compiled_tanh_is_tanh():
 
 def test_target_kl_stops_both_paths_at_the_same_minibatch():
     fast, slow, actions = learners(SPACES["discrete"], 4, (32,))
-    rng = np.random.default_rng(5)
-    obs, noise, masks = sample(actions, 256, 4, rng)
-    chosen, logprobs = play(slow, actions, obs, noise, masks)
-    advantages = rng.standard_normal(256).astype(np.float32)
-    batch = UpdateBatch(
-        obs, chosen, logprobs, advantages, advantages, slow.values(obs), masks,
-        np.stack([rng.permutation(256) for _ in range(20)]),
-    )  # fmt: skip
+    batch = batch_of(slow, actions, 256, 4, np.random.default_rng(5), epochs=20)
     rates = UpdateRates(3e-3, 0.2, 0.0, 0.0, 0.5, 0.5, 0.01, True, 1e-5, 64)
     ours, theirs = fast.update(batch, rates), slow.update(batch, rates)
     assert 1 < ours.n_minibatches < 80
@@ -256,12 +247,7 @@ def test_an_update_in_two_threads_has_the_same_bytes(monkeypatch, kind, target_k
     for assisted in (False, True):
         fast, _, actions = learners(SPACES[kind], 5, (64, 48))
         fast.assisted = assisted
-        rng = np.random.default_rng(6)
-        obs, noise, masks = sample(actions, 500, 5, rng)
-        chosen, logprobs = play(fast, actions, obs, noise, masks)
-        numbers = rng.standard_normal((3, 500)).astype(np.float32)
-        orders = np.stack([rng.permutation(500) for _ in range(4)])
-        batch = UpdateBatch(obs, chosen, logprobs, *numbers, masks, orders)
+        batch = batch_of(fast, actions, 500, 5, np.random.default_rng(6), epochs=4)
         rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, target_kl, True, 1e-5, 64)
         told = [fast.update(batch, rates) for _ in range(3)]
         assert (told[0].n_minibatches < 32) == (target_kl > 0)

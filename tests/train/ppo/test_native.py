@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tests.train.ppo.ppo_envs import FAST, IdentityEnv, assert_equal, weights
+from tests.train.ppo.ppo_envs import assert_equal, weights
 from tests.vector import jax_of_numpy
 
 from shoal.cli.main import main
@@ -72,10 +72,6 @@ def next_step_batch(num_envs: int, pay: float = 0.0) -> Any:
     return batch
 
 
-def identity_batch(num_envs: int) -> Any:
-    return SyncVectorEnv([IdentityEnv] * num_envs)
-
-
 def ramp(source: Any, **more: Any) -> PPO:
     return PPO(source, n_envs=3, n_steps=10, batch_size=24, n_epochs=2, seed=5, **more)
 
@@ -102,12 +98,6 @@ def test_the_step_that_only_resets_is_not_learned_from():
     assert [row["n_minibatches"] for row in rows] == [2] * 4
     assert [row["length"] for row in rows] == [4.0] * 4
     assert all(1 + 2 + 3 + 4 <= row["reward"] <= 2 + 3 + 4 + 5 for row in rows)
-
-
-def test_ppo_learns_on_a_batch():
-    with PPO(identity_batch, n_envs=8, seed=1, backend="native", **FAST) as ppo:
-        ppo.learn(10_000)
-        assert ppo.evaluate(5).mean > 15  # of 16, by chance 5.3
 
 
 # ------------------------------------------------------------------ runs: the same twice, resumed, evaluated
@@ -277,13 +267,6 @@ def test_what_a_batch_has_no_use_for_is_refused_by_name(given, said):
 def test_an_env_without_a_batch_is_refused():
     with pytest.raises(ConfigError, match="vector_entry_point, got 'Acrobot-v1', which has none"):
         PPO("Acrobot-v1", backend="native")
-
-
-def test_the_command_refuses_what_its_batch_does_itself(tmp_path, capsys):
-    pytest.importorskip("ale_py")
-    assert main(["train-ppo", "--env", "ale:Pong-v5", "--atari", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "atari=True: leave that out" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_takes_the_preset_without_what_the_batch_does_itself(tmp_path):

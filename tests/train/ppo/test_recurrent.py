@@ -121,34 +121,6 @@ def test_one_update_is_that_of_a_loop_over_steps_written_from_the_definitions(ki
         torch.testing.assert_close(parameter.detach(), moved, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_masked_sequences_are_finite_differences(kind):
-    learner = learner_of(kind, seed=1)
-    batch = batch_of(learner, seed=1)
-
-    def loss() -> torch.Tensor:
-        data = {name: torch.from_numpy(getattr(batch, name))
-                for name in ("obs", "actions", "logprobs", "advantages", "returns", "values")}  # fmt: skip
-        data["masks"] = torch.from_numpy(batch.masks.astype(bool))
-        (minibatch,) = learner._minibatches(batch, data, batch.orders[0], RATES)
-        return learner._loss(minibatch, RATES)[0]
-
-    learner.network.zero_grad()
-    loss().backward()
-    rng = np.random.default_rng(0)
-    for name, parameter in learner.network.named_parameters():
-        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
-        for place in rng.choice(flat.numel(), min(4, flat.numel()), replace=False):
-            kept, ends = flat[place].item(), []
-            for step in (1e-6, -1e-6):
-                flat[place] = kept + step
-                ends.append(loss().item())
-            flat[place] = kept
-            assert gradient[place].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=2e-5, abs=1e-8), (
-                name
-            )
-
-
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "absent"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_remember_what_came_before_in_the_episode_and_nothing_else(kind, mode):
