@@ -13,6 +13,7 @@ actor's and the critic's, meet in nothing but Adam: two threads can have one eac
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 Array = np.ndarray
@@ -94,42 +96,30 @@ def _make_tile(rows: int, vectors: int) -> Callable[..., Any]:
             b_base = _pointer(context, builder, kinds[5], b_, b_at_)
             c_base = _pointer(context, builder, kinds[8], c_, c_at_)
             bias_base = _pointer(context, builder, kinds[11], bias_, bias_at_)
-            before = builder.block
-            with builder.if_then(builder.icmp_signed(">=", bias_at_, _INT(0))):
-                given = [_load(builder, builder.gep(bias_base, [_INT(LANES * j)])) for j in range(vectors)]
-                with_bias = builder.block
-            start = []
-            for j in range(vectors):
-                phi = builder.phi(_VECTOR)
-                phi.add_incoming(_constant(0.0), before)
-                phi.add_incoming(given[j], with_bias)
-                start.append(phi)
-            entry = builder.block
-            head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            step = builder.phi(_INT)
-            step.add_incoming(_INT(0), entry)
-            sums = [[builder.phi(_VECTOR) for _ in range(vectors)] for _ in range(rows)]
-            for row in sums:
-                for phi, first in zip(row, start, strict=True):
-                    phi.add_incoming(first, entry)
-            builder.cbranch(builder.icmp_signed("<", step, n_k), body, end)
-            builder.position_at_end(body)
-            b_line = builder.gep(b_base, [builder.mul(step, b_row_)])
-            b_values = [_load(builder, builder.gep(b_line, [_INT(LANES * j)])) for j in range(vectors)]
-            a_column = builder.gep(a_base, [builder.mul(step, a_k_)])
-            for r, row in enumerate(sums):
-                value = _splat(builder, builder.load(builder.gep(a_column, [builder.mul(_INT(r), a_row_)])))
-                for phi, b_value in zip(row, b_values, strict=True):
-                    phi.add_incoming(_fma(builder, value, b_value, phi), body)
-            step.add_incoming(builder.add(step, _INT(1)), body)
-            builder.branch(head)
-            builder.position_at_end(end)
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
+            lanes = [_INT(LANES * j) for j in range(vectors)]
+            with builder.if_else(builder.icmp_signed(">=", bias_at_, _INT(0))) as (biased, plain):
+                with biased:
+                    for j, lane in enumerate(lanes):
+                        given = _load(builder, builder.gep(bias_base, [lane]))
+                        for row in sums:
+                            builder.store(given, row[j])
+                with plain:
+                    for place in itertools.chain(*sums):
+                        builder.store(_constant(0.0), place)
+            with cgutils.for_range(builder, n_k) as loop:
+                b_line = builder.gep(b_base, [builder.mul(loop.index, b_row_)])
+                b_values = [_load(builder, builder.gep(b_line, [lane])) for lane in lanes]
+                a_column = builder.gep(a_base, [builder.mul(loop.index, a_k_)])
+                for r, row in enumerate(sums):
+                    at = builder.gep(a_column, [builder.mul(_INT(r), a_row_)])
+                    value = _splat(builder, builder.load(at))
+                    for place, b_value in zip(row, b_values, strict=True):
+                        builder.store(_fma(builder, value, b_value, builder.load(place)), place)
             for r, row in enumerate(sums):
                 c_line = builder.gep(c_base, [builder.mul(_INT(r), c_row_)])
-                for j, phi in enumerate(row):
-                    _store(builder, phi, builder.gep(c_line, [_INT(LANES * j)]))
+                for place, lane in zip(row, lanes, strict=True):
+                    _store(builder, builder.load(place), builder.gep(c_line, [lane]))
             return context.get_dummy_value()
 
         return signature, generate
@@ -197,28 +187,15 @@ def dot(typing: Any, n: Any, a: Any, a_at: Any, b: Any, b_at: Any) -> Any:
         count, a_, a_at_, b_, b_at_ = args
         a_base = _pointer(context, builder, signature.args[1], a_, a_at_)
         b_base = _pointer(context, builder, signature.args[3], b_, b_at_)
-        entry = builder.block
-        head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        step, total = builder.phi(_INT), builder.phi(_VECTOR)
-        step.add_incoming(_INT(0), entry)
-        total.add_incoming(_constant(0.0), entry)
-        builder.cbranch(builder.icmp_signed("<", step, count), body, end)
-        builder.position_at_end(body)
-        left, right = (_load(builder, builder.gep(base, [step])) for base in (a_base, b_base))
-        total.add_incoming(_fma(builder, left, right, total), body)
-        step.add_incoming(builder.add(step, _INT(LANES)), body)
-        builder.branch(head)
-        builder.position_at_end(end)
-        value, width = total, LANES
+        total = cgutils.alloca_once_value(builder, _constant(0.0))
+        with cgutils.for_range_slice(builder, _INT(0), count, _INT(LANES)) as (step, _):
+            left, right = (_load(builder, builder.gep(base, [step])) for base in (a_base, b_base))
+            builder.store(_fma(builder, left, right, builder.load(total)), total)
+        value, width = builder.load(total), LANES
         while width > 1:
             width //= 2
-            other = builder.shuffle_vector(
-                value,
-                value,
-                ir.Constant(ir.VectorType(_INDEX, LANES), [(i + width) % LANES for i in range(LANES)]),
-            )
+            lanes = [(i + width) % LANES for i in range(LANES)]
+            other = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(_INDEX, LANES), lanes))
             value = builder.fadd(value, other)
         return builder.extract_element(value, _INDEX(0))
 
