@@ -29,8 +29,14 @@ from tests.vector.scripted import (
     same,
 )
 
+
+class OwnBox(spaces.Box):
+    """A subclass is a Box too."""
+
+
 simple = st.sampled_from(
     [
+        OwnBox(-np.inf, np.inf, (4,), np.float64),
         spaces.Box(-1.0, 1.0, (3,), np.float32),
         spaces.Box(-1.0, 1.0, (), np.float64),
         spaces.Box(0, 255, (4, 3, 2), np.uint8),
@@ -116,15 +122,15 @@ def test_equal_to_gymnasiums_serial_vector_env(
         assert ours.observation_space == theirs.observation_space
         assert ours.action_space == theirs.action_space
         assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
-        assert same(ours.reset(seed=seed), theirs.reset(seed=seed))
+        assert same(theirs.reset(seed=seed), ours.reset(seed=seed))
         theirs.action_space.seed(seed)
         for _ in range(8):
             batch = theirs.action_space.sample()
-            assert same(ours.step(batch), theirs.step(batch))
+            assert same(theirs.step(batch), ours.step(batch))
         seeds = [seed + 3 * i for i in range(n)]
-        assert same(ours.reset(seed=seeds, options={"a": 1}), theirs.reset(seed=seeds, options={"a": 1}))
+        assert same(theirs.reset(seed=seeds, options={"a": 1}), ours.reset(seed=seeds, options={"a": 1}))
         batch = theirs.action_space.sample()
-        assert same(ours.step(batch), theirs.step(batch))
+        assert same(theirs.step(batch), ours.step(batch))
     finally:
         ours.close()
         theirs.close()
@@ -154,53 +160,44 @@ def of_values(infos: Any) -> Any:
     n=st.integers(1, 5),
     length=st.integers(1, 9),
     odd=st.integers(0, 9),
+    silent=st.sets(st.integers(0, 4), max_size=3),
+    text=st.booleans(),
     mode=st.sampled_from([AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP]),
     layout=layouts,
 )
-@example([{"x": "float64", "speed": "float32", "é": "int"}], 5, 4, 9, AutoresetMode.SAME_STEP, PROCESSES)
-@example(
-    [{"x": "text"}, {"x": "int"}, {"x": "int", "y": "bool"}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES
-)
-@example([{"final_obs": "float"}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
-@example([{f"x{k}": "float" for k in range(17)}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
-@example([{f"x{k}": "float" for k in range(16)}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
+@example([{"x": "float64", "é": "int"}], 5, 4, 9, set(), False, AutoresetMode.SAME_STEP, PROCESSES)
+@example([{"x": "float64", "é": "int"}], 4, 4, 9, {2, 3}, True, AutoresetMode.SAME_STEP, PROCESSES)
+@example([{"x": "float64", "é": "int"}], 4, 4, 9, {1}, False, AutoresetMode.SAME_STEP, PROCESSES)
+@example([{"x": "text"}, {"x": "int"}], 5, 4, 9, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
+@example([{"final_obs": "float"}], 5, 4, 9, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
 def test_infos_of_numbers_equal_gymnasiums(
-    monkeypatch: Any, script: Any, n: int, length: int, odd: int, mode: Any, layout: Any
+    monkeypatch: Any,
+    script: Any,
+    n: int,
+    length: int,
+    odd: int,
+    silent: set[int],
+    text: bool,
+    mode: Any,
+    layout: Any,
 ) -> None:
-    fns = [functools.partial(Numbers, i, script, length, odd) for i in range(n)]
+    fns = [
+        functools.partial(Numbers, i, [{}] if i in silent else script, length, odd, text) for i in range(n)
+    ]
     theirs, ours = SyncVectorEnv(fns, autoreset_mode=mode), build(fns, layout, monkeypatch, autoreset=mode)
     kept = []
     try:
         assert of_values(ours.reset(seed=1)) == of_values(theirs.reset(seed=1))
         for _ in range(12):
             batch = np.ones(n, np.int64)
-            kept.append((ours.step(batch)[4], theirs.step(batch)[4]))
-            assert of_values(kept[-1][0]) == of_values(kept[-1][1])
+            mine, other = ours.step(batch), theirs.step(batch)
+            kept.append((mine[4], other[4]))
+            assert of_values(mine) == of_values(other)
         for mine, other in kept:  # no later step has changed them
             assert of_values(mine) == of_values(other)
     finally:
         ours.close()
         theirs.close()
-
-
-@pytest.mark.parametrize("silent", [(), (2, 3), (1,)])
-@pytest.mark.parametrize("text", [False, True])
-@pytest.mark.parametrize("layout", [{"backend": "serial"}, PROCESSES])
-def test_infos_of_numbers_equal_gymnasiums_where_some_tell_none(layout: Any, text: bool, silent: Any) -> None:
-    fns = [
-        functools.partial(Numbers, i, [{} if i in silent else {"a": "float64", "b": "int"}], 4, 9, text)
-        for i in range(4)
-    ]
-    with (
-        contextlib.closing(SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)) as theirs,
-        contextlib.closing(make_vec(fns, **layout)) as ours,
-    ):
-        theirs.reset(seed=0)
-        ours.reset(seed=0)
-        for _ in range(6):
-            mine, other = ours.step([1] * 4), theirs.step([1] * 4)
-            assert of_values(mine[4]) == of_values(other[4])
-            assert np.array_equal(mine[0], other[0])
 
 
 @pytest.mark.parametrize("kinds", [{"a": "float", "b": "int"}, {"a": "float64", "b": "int32", "c": "bool"}])
@@ -313,12 +310,15 @@ def test_partial_resets_by_mask_equal_gymnasiums(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"on_failure": "restart"}], ids=str)
-@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_who_is_not_reset_or_stepped_shows_what_it_showed_before(backend: Any, options: Any) -> None:
-    envs = make_vec(functools.partial(CountEnv, 1000), 4, backend=backend, num_workers=3, **options)
+    workers = None if backend == "serial" else 3
+    envs = make_vec(functools.partial(CountEnv, 1000), 4, backend=backend, num_workers=workers, **options)
     envs.reset(seed=0)
     for k in range(6):
-        seen = envs.step([k, 1, 2, 3])[0].copy()
+        obs, *_ = envs.step([k, 1, 2, 3])
+        seen = obs.copy()
+        obs[:] = -7  # the caller's own
         mask = np.arange(4) == k % 4
         seen[mask] = [[k % 4, seen[k % 4, 1] + 1, 0, 0]]
         assert envs.reset(options={"reset_mask": mask})[0].tolist() == seen.tolist()

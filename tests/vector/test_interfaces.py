@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -55,26 +56,18 @@ def test_a_container_steps_groups_that_start_alike() -> None:
             container.step(["x"])
 
 
-def test_a_container_replaces_a_failed_env_and_reports_it_done() -> None:
-    with MultiProcessEnvironmentContainer(
-        functools.partial(Faulty, "kill"), 2, 1, num_workers=2
-    ) as container:
+def test_a_container_replaces_a_worker_and_reports_all_its_envs_done_also_who_was_left_alone() -> None:
+    fns = functools.partial(Faulty, "kill")
+    with MultiProcessEnvironmentContainer(fns, 4, 1, num_workers=2) as container:
         container.reset()
-        _, _, dones, infos = container.step([9, 1])
-        assert dones == [True, False]
+        _, rewards, dones, infos = container.step([9, None, 1, 1])
+        assert (rewards, dones) == ([0.0, 0.0, 11.0, 11.0], [True, True, False, False])
+        assert [info["worker_env"] for info in infos[:2]] == [0, 0]
         assert infos[0]["worker_restarted"]
         assert "SIGKILL" in infos[0]["worker_error"]
-
-
-def test_a_container_reports_who_was_lost_with_its_worker_done_also_where_it_was_left_alone() -> None:
-    fns = functools.partial(Faulty, "kill")
-    with MultiProcessEnvironmentContainer(fns, 3, 1, num_workers=1) as container:
         container.reset()
-        _, rewards, dones, infos = container.step([9, None, 1])
-        assert (rewards, dones) == ([0.0] * 3, [True] * 3)
-        assert [info["worker_env"] for info in infos] == [0, 0, 0]
-        container.reset()
-        assert container.step([None, 1, 1])[1:3] == ([0.0, 11.0, 11.0], [False] * 3)
+        assert container.step([None, 1, 1, 1])[1:3] == ([0.0, 11.0, 11.0, 11.0], [False] * 4)
+    assert container.envs.closed
 
 
 @pytest.mark.parametrize("actions", ["12", {0: "1 + 2", 1: "2 + 1"}])
@@ -108,15 +101,6 @@ def test_a_first_reset_that_fails_is_done_again_with_the_same_seeds() -> None:
         assert [obs[0] for obs in container.reset()[0]] == [seed % 1000 for seed in groups(42, 2, 1)]
 
 
-def test_what_is_left_or_closed_ends_its_environments() -> None:
-    with MultiProcessEnvironmentContainer(CountEnv, 2, backend="serial") as container:
-        assert not container.envs.closed
-    with ParallelEnv([CountEnv], backend="serial") as parallel:
-        assert not parallel.envs.closed
-    assert container.envs.closed
-    assert parallel.envs.closed
-
-
 def test_parallel_env_takes_lambdas_and_resets_itself() -> None:
     with ParallelEnv([lambda: CountEnv(2), lambda: CountEnv(3)], start_method="spawn", seed=5) as envs:
         obs, _ = envs.reset()
@@ -127,6 +111,7 @@ def test_parallel_env_takes_lambdas_and_resets_itself() -> None:
         assert infos["final_obs"][0].tolist() == [5, 1, 2, 1]
         assert obs[:, 1].tolist() == [2, 1]  # the first is in its second episode
         assert len(envs) == envs.n_envs == 2
+    assert envs.envs.closed
 
 
 def test_a_container_of_no_environments_is_refused() -> None:
@@ -434,14 +419,19 @@ def test_names_are_found_or_explained() -> None:
     envs.close()
 
 
-def test_scripts_need_no_main_guard() -> None:
+def test_scripts_need_no_main_guard_and_no_extra_and_show_what_their_envs_log() -> None:
     program = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+sys.modules["stable_baselines3"] = None
 import gymnasium
-from shoal.vector import make_vec
+from shoal.vector import *
 class Mine(gymnasium.Env):
     observation_space = gymnasium.spaces.Discrete(3)
     action_space = gymnasium.spaces.Discrete(3)
-    def reset(self, seed=None, options=None): return 1, {}
+    def reset(self, seed=None, options=None):
+        logging.getLogger("my.env").info("hello from an env")
+        return 1, {}
     def step(self, action): return 2, 1.0, False, False, {}
 gymnasium.register("Mine-v0", entry_point=Mine)
 envs = make_vec("Mine-v0", 2, backend="process", start_method="spawn")
@@ -452,9 +442,10 @@ print(envs.reset()[0].tolist())
         capture_output=True,
         text=True,
         timeout=200,
-        env={**__import__("os").environ, "PYTHONPATH": "src"},
+        env={**os.environ, "PYTHONPATH": "src"},
     )
     assert done.stdout.strip() == "[1, 1]", done.stderr
+    assert "hello from an env" in done.stderr
 
 
 def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
