@@ -53,9 +53,8 @@ class Exchanged(NamedTuple):
 class Played(NamedTuple):
     """What came of a session."""
 
-    exchanged: Sequence[
-        Exchanged
-    ]  # each behind its parent; in the order in which they were asked, unless parallel
+    # Each behind its parent; in the order in which they were asked, unless parallel.
+    exchanged: Sequence[Exchanged]
     requests: Requests | None  # those that were not answered as the program asked
     budget: Ending | None  # that ended it: a request was refused for it, and none was answered after
     failed: EngineError | None  # why a request has no answer
