@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -359,6 +361,24 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_failed(
     with RunFolder(tmp_path, "train", 0) as run:
         run.fail(RuntimeError("nan loss"))
     assert "its summary could not be written: [Errno 28] no space" in caplog.text
+
+
+def test_two_threads_that_say_the_first_things_at_once_begin_one_log(tmp_path, monkeypatch):
+    take = run_folder.FolderLock.take
+
+    def slowly(lock):
+        time.sleep(0.1)
+        take(lock)
+
+    with RunFolder(tmp_path, "train", 0) as run:
+        monkeypatch.setattr(run_folder.FolderLock, "take", slowly)
+        thread = threading.Thread(
+            target=lambda: logging.getLogger("shoal.envs").warning("the lake is closed")
+        )
+        thread.start()
+        run.append_metrics({"i": 0})
+        thread.join()
+    assert (tmp_path / "log.txt").read_text().count("started by: ") == 1
 
 
 def test_the_log_of_a_run_has_its_command_its_warnings_and_how_it_ended(tmp_path, monkeypatch):

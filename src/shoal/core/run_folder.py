@@ -463,11 +463,15 @@ class _LogFile(logging.Handler):
 
     def begin(self) -> None:
         """Write the command down, unless that was done."""
-        if self._file is None:
-            with contextlib.suppress(OSError, WorkerError):
-                self._lock.take()  # the folder may be that of another run by now
-                self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
-                self.say(f"{STARTED}{_command_line()}")
+        self.acquire()  # two threads may say the first things at once
+        try:
+            if self._file is None:
+                with contextlib.suppress(OSError, WorkerError):
+                    self._lock.take()  # the folder may be that of another run by now
+                    self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
+                    self.say(f"{STARTED}{_command_line()}")
+        finally:
+            self.release()
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Add a line that no other log gets."""
