@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from shoal.gateway.server import Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded, Session
-from shoal.rollout.programs import Exchanged, Played
+from shoal.rollout.programs import Exchanged, SessionRecord
 from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
 
@@ -51,7 +51,7 @@ class OpenSession:
         """Return when the program asks on and on though a budget is used up."""
         await self._session.exhausted.wait()
 
-    def close(self, *, parallel: bool) -> Played:
+    def close(self, *, parallel: bool) -> SessionRecord:
         """End it; without `parallel` its calls have an order in time."""
         gateway, session = self._gateway, self._session
         gateway.sessions.pop(session.name, None)
@@ -63,7 +63,7 @@ class OpenSession:
                 "same in each run, set parallel: true in its env_config"
             )
         exchanged = [Exchanged(call, _new(recorded), recorded.answer) for recorded, call in calls]
-        return Played(exchanged, session.requests, session.spent(in_time=not parallel), session.failed)
+        return SessionRecord(exchanged, session.requests, session.spent(in_time=not parallel), session.failed)
 
 
 def _new(recorded: Recorded) -> str:

@@ -55,7 +55,13 @@ class Result(NamedTuple):
 
 
 class FunctionProcesses:
-    """Worker processes that answer one question after another; one that fails or is too slow is ended."""
+    """Worker processes that answer one question after another; one that fails or is too slow is ended.
+
+    Args:
+        serve: what each of them does, called with its pipe and `args`.
+        args: of `serve`.
+        started: called with the process id of each.
+    """
 
     def __init__(
         self,

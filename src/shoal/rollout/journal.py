@@ -94,7 +94,12 @@ class Journal:
         return bool(trajectory.calls) and _key(trajectory) in self._played
 
     def known(self, assignments: Iterable[Assignment], version: int) -> dict[int, Trajectory]:
-        """Of these episodes those that were there when the journal was opened, by index."""
+        """Of these episodes those that were there when the journal was opened, by index.
+
+        Args:
+            assignments: the episodes.
+            version: of the weights that would play them now.
+        """
         found = {}
         for one in assignments:
             place = one.place
@@ -117,7 +122,13 @@ class Journal:
 
 
 class CountedJournal(Journal):
-    """A journal that reports how many episodes there are: those that were kept, then after each that ends."""
+    """A journal that reports how many episodes there are: those that were kept, then after each that ends.
+
+    Args:
+        progress: called with that number and `total`.
+        total: how many are wanted; more that end are not counted.
+        kept_in: what `Journal` takes.
+    """
 
     def __init__(self, progress: Progress, total: int, *kept_in: Any) -> None:
         super().__init__(*kept_in)

@@ -50,7 +50,7 @@ class Exchanged(NamedTuple):
     response: str
 
 
-class Played(NamedTuple):
+class SessionRecord(NamedTuple):
     """What came of a session."""
 
     # Each behind its parent; in the order in which they were asked, unless parallel.
@@ -69,7 +69,7 @@ class ProgramSession(Protocol):
     async def exhausted(self) -> None:
         """Return when the program asks on and on though a budget is used up."""
 
-    def close(self, *, parallel: bool) -> Played:
+    def close(self, *, parallel: bool) -> SessionRecord:
         """End it; with `parallel` no result depends on the order in which calls arrived."""
 
 
@@ -138,7 +138,15 @@ def ended(
     refused: Requests | None,
     on_error: float,
 ) -> End:
-    """How an episode ends."""
+    """How an episode ends.
+
+    Args:
+        came: what the program came to.
+        answered: whether the model answered it at all.
+        budget: that was used up when it ended.
+        refused: its requests that were refused.
+        on_error: reward of a program that raises after an answer.
+    """
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
         result = came if answered and isinstance(came, Result) else Result(0.0)
@@ -157,7 +165,13 @@ def ended(
 
 
 class ProgramHost(Host):
-    """Plays episodes of programs in processes; it lives in the loop of the driver."""
+    """Plays episodes of programs in processes; it lives in the loop of the driver.
+
+    Args:
+        programs: by tag.
+        sessions: where their calls go.
+        retries: further tries at an episode whose program failed.
+    """
 
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int) -> None:
         super().__init__()
@@ -281,6 +295,11 @@ def command_result(status: int, output: str, errors: str) -> Result:
 
     >>> command_result(0, '{"reward": 0.5}', "")
     Result(reward=0.5, success=False)
+
+    Args:
+        status: with which it ended.
+        output: its last line.
+        errors: the last line of its standard error.
 
     Raises:
         ProgramFailedError: it failed, or that is no result.

@@ -218,7 +218,12 @@ class RetryPolicy:
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, *name: Name) -> T:
-    """What an attempt gives, which is made again after a timeout, or an error (with `retry_after`, seconds).
+    """What an attempt gives, which is made again after an `EngineError` or a timeout.
+
+    Args:
+        attempt: makes it; an error may have `retry_after`, the seconds that a server asks for.
+        policy: how often.
+        *name: of the noise of its pauses.
 
     Raises:
         RejectedError: there is no use in a further one.
@@ -408,6 +413,13 @@ class Batched:
     """The door of an engine that works in batches: what waits is answered together, in a thread of the engine's own.
 
     Where a batch fails as a whole, each of its requests is asked alone.
+
+    Args:
+        client: whose engine answers, by `generate`.
+        max_batch: requests of one batch, at most.
+        timeout: seconds of one call; one that takes longer is left behind in its thread.
+        barrier: whether a batch waits until all that are playing have asked.
+        inline: whether the engine is called in the thread of the event loop.
     """
 
     def __init__(

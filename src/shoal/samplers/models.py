@@ -65,7 +65,12 @@ def resolve_model(name: str) -> Path:
 
 
 def get_model(name: str, tell: Callable[[str], None] = lambda words: None) -> Path:
-    """Fetch and convert a known model unless it is in the cache, whole; returns its folder."""
+    """Fetch and convert a known model unless it is in the cache, whole; returns its folder.
+
+    Args:
+        name: one of `KNOWN`.
+        tell: called with each thing that is begun, in words: it may take a minute.
+    """
     if name not in KNOWN:
         raise unknown_name("model", name, KNOWN)
     target = models_folder() / name

@@ -61,7 +61,9 @@ _decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).deco
 class ProcessSampler(Closing):
     """Completes prompts by a sampler in a process of its own; one that dies is replaced, with the weights it had.
 
-    `make` goes there by cloudpickle; it holds as many versions of the weights as `held` says, see `Versions`.
+    Args:
+        make: makes the sampler there; anything that cloudpickle can send.
+        held: versions of the weights that it holds, see `Versions`.
     """
 
     def __init__(self, make: Callable[[], Sampler], held: int = 1) -> None:

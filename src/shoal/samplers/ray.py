@@ -37,7 +37,12 @@ PAUSE = 0.5
 
 
 class _Replica:
-    """One sampler in an actor of its own."""
+    """One sampler in an actor of its own.
+
+    Args:
+        make: makes it.
+        *loaded: the calls with which the last weights were loaded, of a replica that takes the place of another.
+    """
 
     def __init__(self, make: Callable[[], Sampler], *loaded: tuple[Any, ...]) -> None:
         self.inner: Any = make()

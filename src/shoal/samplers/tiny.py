@@ -174,7 +174,14 @@ class TinyNetwork(nn.Module):
 
 
 class TinyEngine:
-    """Completes prompts with a `TinyNetwork`."""
+    """Completes prompts with a `TinyNetwork`.
+
+    Args:
+        words: action words that are one token each.
+        shape: sizes of the network.
+        seed: of the initial weights.
+        device: where the network lives.
+    """
 
     def __init__(
         self, words: Sequence[str] = (), shape: TinyShape | None = None, *, seed: int = 0, device: str = "cpu"

@@ -28,7 +28,14 @@ MISSED = 5.0
 
 
 class HostLostError(WorkerError):
-    """A host died or hangs, with the episodes that were open in it; `slot` is the cause, where that is known."""
+    """A host died or hangs, with the episodes that were open in it.
+
+    Args:
+        why: in words.
+        open_slots: how many episodes were open.
+        hung: whether it did not answer in time.
+        slot: whose env was the cause, where that is known.
+    """
 
     def __init__(self, why: str, open_slots: int = 1, *, hung: bool = False, slot: int | None = None) -> None:
         super().__init__(why)
@@ -179,7 +186,12 @@ class ThreadHost(SlotsHost):
 
 
 class Hosts:
-    """The hosts of one rollout after another, each started when first needed; here in this process."""
+    """The hosts of one rollout after another, each started when first needed; here in this process.
+
+    Args:
+        make: makes one, in the driver's event loop; unread where `_start` is replaced.
+        count: how many.
+    """
 
     def __init__(self, make: Callable[[], Host] = Host, count: int = 1) -> None:
         self._make, self.count = make, count

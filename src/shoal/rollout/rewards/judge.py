@@ -111,7 +111,14 @@ def judged(episode: Trajectory, rewards: Sequence[RewardConfig], scored: Sequenc
 
 
 class Judging:
-    """The groups of one rollout, each judged when the last of its episodes has ended."""
+    """The groups of one rollout, each judged when the last of its episodes has ended.
+
+    Args:
+        judge: scores them; None leaves all as they are.
+        assignments: the episodes of the rollout.
+        results: the episodes that have ended, by index; they grow while the rollout lasts.
+        task_of: the task of an episode, where it has one.
+    """
 
     def __init__(
         self,

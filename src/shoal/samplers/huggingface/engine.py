@@ -114,6 +114,14 @@ class HuggingFaceEngine:
     ) -> HuggingFaceEngine:
         """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run.
 
+        Args:
+            folder: of the model.
+            device: where the network lives.
+            dtype: of its weights.
+            cache_tokens: see the class; used on CUDA devices only.
+            batch_invariant: compute each token alike whatever else is in the batch.
+            **options: of the sampler.
+
         Raises:
             ConfigError: the model cannot be made `batch_invariant`, see `make_invariant`.
         """

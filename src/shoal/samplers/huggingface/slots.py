@@ -147,7 +147,12 @@ class Draw(NamedTuple):
         return cls(*(part.to(device) for part in parts))
 
     def pick(self, scores: Tensor, *, limited: bool) -> tuple[Tensor, Tensor]:
-        """The tokens `[B]` that are drawn from scores `[B, V]`, and their log-probabilities."""
+        """The tokens `[B]` that are drawn from scores `[B, V]`, and their log-probabilities.
+
+        Args:
+            scores: of the next token.
+            limited: whether some answers have limits.
+        """
         logprobs = (scores.float() / self.temperature).log_softmax(-1)
         if limited:
             logprobs = within_limits(logprobs, self.limits)
@@ -177,7 +182,13 @@ def within_limits(logprobs: Tensor, limits: Tensor) -> Tensor:
 
 
 class Slots:
-    """A static cache for the answers under way, and the step that writes the next token of each."""
+    """A static cache for the answers under way, and the step that writes the next token of each.
+
+    Args:
+        model: a causal model of `transformers` whose layers keep all tokens.
+        most: slots, at most (`engine.max_batch`).
+        most_tokens: tokens of all slots together, at most (`engine.cache_tokens`).
+    """
 
     def __init__(self, model: nn.Module, most: int, most_tokens: int) -> None:
         self.model, self.most, self.most_tokens = model, most, most_tokens
@@ -362,7 +373,12 @@ def rows_for(answers: int, slots: int) -> int:
 
 # --- who waits for a slot
 class Decoder:
-    """Answers requests in a thread that lives as long as there are some."""
+    """Answers requests in a thread that lives as long as there are some.
+
+    Args:
+        engine: whose network answers; it computes prompts.
+        slots: where answers are written.
+    """
 
     def __init__(self, engine: HuggingFaceEngine, slots: Slots) -> None:
         self.engine, self.slots = engine, slots

@@ -28,7 +28,12 @@ MAX_REPLY = 64 * 2**20
 
 
 class NoAnswerError(EngineError):
-    """The server gave no answer to one attempt."""
+    """The server gave no answer to one attempt.
+
+    Args:
+        message: what happened.
+        retry_after: the seconds that it asks for before another one.
+    """
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -84,6 +89,12 @@ class HttpClient(Closing):
 
     async def request(self, method: str, path: str, body: Any = None, name: str = "") -> Any:
         """The reply to a request, in the event loop of this process.
+
+        Args:
+            method: GET or POST.
+            path: behind the base address.
+            body: is sent as JSON.
+            name: of the noise of its pauses.
 
         Raises:
             EngineError: the server gave no answer in all attempts, or a broken one.

@@ -643,9 +643,10 @@ def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
         for _, _, value in _places(file, (), _parsed):
-            if value is not None and file.suffix.lower() == ".parquet":
+            if value is None:
+                continue
+            if file.suffix.lower() == ".parquet":
                 with _parquet(file) as table:
                     return dict.fromkeys(table.schema_arrow.names)
-            if value is not None:
-                return value
+            return value
     return None

@@ -46,7 +46,7 @@ def _answers_freely(config: AgentConfig) -> bool:
 
 def _repeats_the_first(config: AgentConfig) -> bool:
     prompt = config.agent_proxy.prompt
-    return prompt.mode == "append" and prompt.first == prompt.later != ""
+    return prompt.mode == "append" and prompt.later != "" and prompt.first == prompt.later
 
 
 def _plays_further_groups(config: AgentConfig) -> bool:
