@@ -123,7 +123,7 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
     for segment in segments:
         for last, i, shared in zip(segment.members, segment.members[1:], segment.shared[1:], strict=False):
             assert ids[i][:shared] == ids[last][:shared]
-            assert lengths[i] <= 2 * shared < 2 * firsts[i]
+            assert lengths[i] <= 4 * shared < 4 * firsts[i]
         assert segment.shared[0] == 0
         assert len(segment.shared) == len(segment.members)
         assert len(segment.members) == 1 or length_of(segment, lengths) <= max_tokens
@@ -142,15 +142,24 @@ def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     assert length_of(segments[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
 
 
-def test_a_prefix_of_less_than_half_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
-    short = [(*range(10, 50), *range(i, i + 50)) for i in (200, 400)]
-    assert share_prefixes(short, [41] * 2, 1000) == [Segment((0,)), Segment((1,))]
+def test_a_prefix_of_less_than_a_quarter_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
+    short = [(*range(10, 32), *range(i, i + 68)) for i in (200, 400)]
+    assert share_prefixes(short, [23] * 2, 1000) == [Segment((0,)), Segment((1,))]
     rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
     assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
     rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
     assert not any(any(segment.shared) for row in rows for segment in row)  # 50 of 810 tokens would be saved
+
+
+def test_long_answers_to_one_prompt_share_it_too():
+    """Two groups of eight; the prompt is less than half of a sample."""
+    prompts = [tuple(range(begin, begin + 60)) for begin in (100, 300)]
+    ids = [(*prompt, *range(1000 * i, 1000 * i + 90)) for prompt in prompts for i in range(1, 9)]
+    rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", True) for row in batch]
+    # four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token
+    assert sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - 12 * 59
 
 
 def test_prompts_that_begin_alike_share_instructions_and_equal_ones_all_of_it():

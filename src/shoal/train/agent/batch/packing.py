@@ -77,7 +77,7 @@ def plan_rows(
 def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: int) -> list[Segment]:
     """Neighbours in the order of the tokens that go on from each other, at most so many tokens together.
 
-    A sample shares half of its tokens or more, none from the one before its first trained one on: what that token
+    A sample shares a quarter of its tokens or more, none from the one before its first trained one on: what that token
     predicts must stand behind it in the row.
     """
     segments: list[Segment] = []
@@ -90,7 +90,7 @@ def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: in
         path = [place for place in spans if place < common] + [common]
         if len(path) > SPANS:
             common, path = path[SPANS - 1], path[:SPANS]
-        if segments and common and 2 * common >= len(own) and length + len(own) - common <= most:
+        if segments and common and 4 * common >= len(own) and length + len(own) - common <= most:
             segments[-1] = Segment((*segments[-1].members, i), (*segments[-1].shared, common))
             length += len(own) - common
         else:
