@@ -261,7 +261,7 @@ def test_a_picture_of_any_width_beside_numbers_is_read_alike_in_batches_of_any_s
     own = OwnNetwork(Parts(), rows, actions, 0.0)
     some = slice(first, first + size)
     with torch.inference_mode():
-        for network in (CNNActorCritic(rows, actions), own):
+        for network in (CNNActorCritic(rows, actions, PPOConfig()), own):
             whole, part = network(torch.from_numpy(packed)), network(torch.from_numpy(packed)[some])
             for a, b in zip(whole, part, strict=True):
                 torch.testing.assert_close(a[some], b, rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ from shoal.maths.updates import gae
 from shoal.train.ppo.arrays.spaces import ActionRows
 from shoal.train.ppo.compiled import network
 from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates, when_compiling
+from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic
 from shoal.train.ppo.ppo import PPO
@@ -35,12 +36,13 @@ def learners(
 ):
     """A compiled and a torch learner with equal, not too small weights."""
     actions = ActionRows(space)
-    network = MLPActorCritic(inputs, actions, hidden=hidden, activation=activation, seed=seed)
+    config = PPOConfig(hidden=hidden, activation=activation)
+    network = MLPActorCritic(inputs, actions, config, seed=seed)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += torch.from_numpy(rng.standard_normal(parameter.shape).astype(np.float32) * 0.1)
-    twin = MLPActorCritic(inputs, actions, hidden=hidden, activation=activation)
+    twin = MLPActorCritic(inputs, actions, config)
     twin.load_state_dict(network.state_dict())
     return CompiledLearner(network), TorchLearner(twin, actions), actions
 

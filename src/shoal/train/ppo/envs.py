@@ -81,14 +81,14 @@ class EnvFactory:
             env = SquashedActions(env)
         return SeededEpisodes(env, self.seed, index, self.stream)
 
-    def rendered(self, index: int = 0) -> SeededEpisodes:
+    def rendered(self) -> SeededEpisodes:
         """A fresh environment whose `render()` gives pictures.
 
         Raises:
             ConfigError: it has none.
         """
         try:
-            return self(index, render_mode="rgb_array")
+            return self(render_mode="rgb_array")
         except (ShoalError, TypeError) as error:
             raise ConfigError(
                 f"a video (--record-video, --video) needs an environment with render_mode='rgb_array': {error}"
@@ -278,8 +278,8 @@ class EnvFacts:
     id: str  # of Gymnasium, if it has one
 
 
-def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
-    """Make one environment, look at its spaces, take a few random steps and close it.
+def try_env(factory: EnvFactory) -> EnvFacts:
+    """Make one environment, look at its spaces, take 64 random steps and close it.
 
     Raises:
         ConfigError: a space that PPO cannot use.
@@ -298,7 +298,7 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
         masked = "action_mask" in info and actions.is_discrete
         env.action_space.seed(int(stream(factory.seed, "try").integers(2**31)))
         times: list[float] = []
-        for _ in range(0 if masked else n_steps):
+        for _ in range(0 if masked else 64):
             action = env.action_space.sample()
             started = time.perf_counter()
             try:

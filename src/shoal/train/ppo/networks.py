@@ -73,15 +73,13 @@ def _perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: st
 class MLPActorCritic(ActorCritic):
     """Separate perceptrons for actor and critic; the shape that the compiled path knows."""
 
-    def __init__(
-        self, inputs: int, actions: ActionRows, *, hidden: Sequence[int] = (64, 64), activation: str = "tanh",
-        log_std_init: float = 0.0, seed: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, inputs: int, actions: ActionRows, config: PPOConfig, *, seed: int = 0) -> None:
         super().__init__()
-        self.shape = NetworkShape(inputs, actions.n_parameters, tuple(hidden), activation, actions.groups)
+        hidden, activation = config.hidden, config.activation
+        self.shape = NetworkShape(inputs, actions.n_parameters, hidden, activation, actions.groups)
         self.actor = _perceptron(inputs, hidden, actions.n_parameters, activation)
         self.critic = _perceptron(inputs, hidden, 1, activation)
-        self.log_std = _log_std(actions, log_std_init)
+        self.log_std = _log_std(actions, config.log_std_init)
         initialize(self.actor, seed, "actor", last_gain=0.01)
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
@@ -104,7 +102,7 @@ class SDEActorCritic(MLPActorCritic):
     def __init__(self, inputs: int, actions: ActionRows, config: PPOConfig, *, seed: int = 0) -> None:
         if actions.is_discrete:
             raise ConfigError(f"sde=True is for continuous actions, got {actions.space}")
-        super().__init__(inputs, actions, hidden=config.hidden, activation=config.activation, seed=seed)
+        super().__init__(inputs, actions, config, seed=seed)
         self.log_std = nn.Parameter(torch.full((config.hidden[-1], actions.size), float(config.log_std_init)))
 
     def policy(self, rows: Tensor) -> Tensor:
@@ -116,15 +114,12 @@ class SDEActorCritic(MLPActorCritic):
 class Encoder(nn.Module):
     """What an observation with images says, as `[B, width]`: convolutions for each image, a layer for its numbers."""
 
-    def __init__(
-        self, rows: ObservationRows, *, kind: str = "auto", numbers: int = 64, precision: str = "float32",
-        seed: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: ObservationRows, config: PPOConfig, *, numbers: int = 64, seed: int = 0) -> None:
         super().__init__()
-        self.halved = precision == "bfloat16"  # between the pixels and what the heads read
+        self.halved = config.precision == "bfloat16"  # between the pixels and what the heads read
         self._images = [(leaf, leaf.picture) for leaf in rows.leaves if leaf.picture is not None]
         self._n_numbers = rows.n_numbers
-        towers = [_tower(picture, kind) for _, picture in self._images]
+        towers = [_tower(picture, config.cnn) for _, picture in self._images]
         self.towers = nn.ModuleList(tower for tower, _ in towers)
         self.width = sum(width for _, width in towers)
         if self._n_numbers:
@@ -151,13 +146,12 @@ class CNNActorCritic(Encoder, ActorCritic):
     """Convolutions for the images of an observation, its numbers beside them, two linear heads on top."""
 
     def __init__(
-        self, rows: ObservationRows, actions: ActionRows, *, kind: str = "auto", log_std_init: float = 0.0,
-        precision: str = "float32", seed: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(rows, kind=kind, precision=precision, seed=seed)
+        self, rows: ObservationRows, actions: ActionRows, config: PPOConfig, *, seed: int = 0
+    ) -> None:
+        super().__init__(rows, config, seed=seed)
         self.actor = _empty(nn.Linear, self.width, actions.n_parameters)
         self.critic = _empty(nn.Linear, self.width, 1)
-        self.log_std = _log_std(actions, log_std_init)
+        self.log_std = _log_std(actions, config.log_std_init)
         initialize(self.actor, seed, "actor", last_gain=0.01)
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
@@ -180,8 +174,7 @@ class RecurrentActorCritic(ActorCritic):
         self.memory_size = self.units * (2 if self.is_lstm else 1)
         self.encoder: nn.Module
         if rows.dtype == np.uint8:
-            kind, numbers, precision = config.cnn, config.hidden[-1], config.precision
-            self.encoder = Encoder(rows, kind=kind, numbers=numbers, precision=precision, seed=seed)
+            self.encoder = Encoder(rows, config, numbers=config.hidden[-1], seed=seed)
             width = self.encoder.width
         else:
             layers = _perceptron(rows.size, config.hidden[:-1], config.hidden[-1], config.activation)
@@ -410,16 +403,9 @@ def build_network(
     if config.recurrent != "none":
         return RecurrentActorCritic(rows, actions, config, seed=seed)
     if rows.dtype == np.uint8:
-        return CNNActorCritic(
-            rows, actions, kind=config.cnn, log_std_init=config.log_std_init, precision=config.precision,
-            seed=seed,
-        )  # fmt: skip
-    if config.sde:
-        return SDEActorCritic(rows.size, actions, config, seed=seed)
-    return MLPActorCritic(
-        rows.size, actions, hidden=config.hidden, activation=config.activation,
-        log_std_init=config.log_std_init, seed=seed,
-    )  # fmt: skip
+        return CNNActorCritic(rows, actions, config, seed=seed)
+    kind = SDEActorCritic if config.sde else MLPActorCritic
+    return kind(rows.size, actions, config, seed=seed)
 
 
 def _warn_of_tables(rows: ObservationRows) -> None:

@@ -174,12 +174,7 @@ class WorkerSteps:
                 for k, part in enumerate(parts):
                     columns = slice(k * self.share, min((k + 1) * self.share, self.n_envs))
                     whole[:, columns] = part[:, : columns.stop - columns.start]
-        ends, finals = (
-            np.argwhere(rollout.truncated).tolist(),
-            [iter(rows) for rows in experience["final_obs"]],
-        )
-        rows = [
-            next(finals[i // self.share]) for _, i in ends
-        ]  # in the order of t, then env, as in each share
-        rollout.final_obs = np.array(rows, self.obs_rows.dtype).reshape(len(rows), self.obs_rows.size)
+        finals = [iter(rows) for rows in experience["final_obs"]]  # in the order of t, then env
+        if ends := np.nonzero(rollout.truncated)[1].tolist():
+            rollout.final_obs = np.stack([next(finals[i // self.share]) for i in ends])
         return rollout

@@ -111,11 +111,8 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sampl
             )
         for sample in samples:
             logprobs = np.asarray(sample.logprobs)
-            if (
-                len(logprobs) != len(sample.response_mask)
-                or not (logprobs <= ROUNDING).all()
-                or np.isinf(logprobs).any()
-            ):
+            finite = (logprobs <= ROUNDING).all() and not np.isinf(logprobs).any()
+            if len(logprobs) != len(sample.response_mask) or not finite:
                 raise DataError(
                     f"objective=grpo needs a finite log-probability of at most 0 for each token, trajectory "
                     f"{sample.traj_index} (task {sample.uid}) has others: leave it out"
@@ -127,9 +124,8 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sampl
         places = np.flatnonzero(mask) + border
         if not len(places):
             continue
-        old = (
-            np.zeros(len(mask)) if sample.logprobs is None else sample.logprobs
-        )  # which supervised does not read
+        # supervised does not read them
+        old = np.zeros(len(mask)) if sample.logprobs is None else sample.logprobs
         columns: dict[Column, Floats] = {
             "advantages": np.full(len(places), advantage, np.float32),
             "old_logprobs": old[mask].astype(np.float32),

@@ -19,9 +19,8 @@ class Row:
     """One training."""
 
     name: str
-    digests: dict[
-        str, str
-    ]  # the sha256 of its "episodes", and of its "weights" where the engine is exact to the bit
+    digests: dict[str, str]
+    """The sha256 of its "episodes", and of its "weights" where the engine is exact to the bit."""
     seconds: float
     problem: str = ""  # how it differs from the first, or why it failed
 

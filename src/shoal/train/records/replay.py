@@ -207,11 +207,7 @@ class Replay(Closing):
             if len(again.turns) < number:
                 return
             told(again)
-            if (
-                record is not None
-                and number <= len(record.turns)
-                and not same_turn(again, record, number - 1)
-            ):
+            if record and number <= len(record.turns) and not same_turn(again, record, number - 1):
                 return
 
     def _difference(self, record: Trajectory, again: Trajectory) -> Difference | None:

@@ -108,9 +108,8 @@ class CompiledNetwork:
 
         self.shape, self._kernels = shape, kernels
         self.count = 0  # Adam steps taken
-        self.assisted = (
-            False  # a second thread has the critic's half of large minibatches; the bytes are the same
-        )
+        self.assisted = False
+        """A second thread has the critic's half of large minibatches; the bytes are the same."""
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
