@@ -182,6 +182,13 @@ def test_a_trainer_saves_numbers_of_numpy(tmp_path):
     assert (again.seed, again.total_episodes) == (4, 9)
 
 
+def test_a_mask_of_another_length_is_refused_by_the_trainer():
+    trainer = PPOTrainer(observation_space=spaces.Discrete(3), action_space=spaces.Discrete(3))
+    for mask in ([], [1, 0], [1, 0, 0, 1]):
+        with pytest.raises(ValueError, match=f"mask must have 3 entries, one per action, got {len(mask)}"):
+            trainer.select_action(0, mask=mask)
+
+
 class FailsOnce(CountingEnv):
     """Fails, or pays NaN, in its third step in all; an episode is five steps."""
 
