@@ -249,9 +249,8 @@ class Trajectory:
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"; see `program_failed` too
     ended: Ending | None = None  # why it ended; None where that was not noted
-    last: str | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # what its env showed at its end; of programs no part of the JSON
+    # What its env showed at its end; of programs no part of the JSON.
+    last: str | msgspec.UnsetType = msgspec.UNSET
     judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
     requests: Requests | msgspec.UnsetType = msgspec.UNSET  # of an agent program; left out if it is empty
 

@@ -337,9 +337,8 @@ class RayExecutor(Executor):
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, BaseException) else error) from None
         except self._ray.exceptions.RayError as error:
-            first = (str(error).splitlines() or [type(error).__name__])[
-                0
-            ]  # a cancelled task's error is empty
+            # A cancelled task's error is empty.
+            first = (str(error).splitlines() or [type(error).__name__])[0]
             raise WorkerDiedError(f"a Ray worker was lost: {first}") from error
         finally:
             self._running.discard(reference)

@@ -205,9 +205,8 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
         _name(error, folder)
         restore_folder(folder)
         _remove(temporary)
-        code = re.search(
-            r"(?:\(os error|\[Errno) (\d+)[)\]]", str(error)
-        )  # a full disk, in Rust and in shutil
+        # A full disk, in Rust and in shutil.
+        code = re.search(r"(?:\(os error|\[Errno) (\d+)[)\]]", str(error))
         if code and not isinstance(error, ShoalError) and getattr(error, "errno", None) is None:
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
         raise

@@ -65,9 +65,8 @@ def read_summary(run: Path) -> dict[str, Any]:
         FileNotFoundError: there is none: the run has not come to its end.
     """
     path = run / "summary.json"
-    summary = (
-        finite(read_json(path)) if path.is_file() or not path.exists() else None
-    )  # a pipe would be waited for
+    readable = path.is_file() or not path.exists()  # a pipe would be waited for
+    summary = finite(read_json(path)) if readable else None
     if not isinstance(summary, dict) or not isinstance(summary.setdefault("metrics", {}), dict):
         raise DataError(
             f"{path} must hold an object with 'metrics', an object too, as a run writes it; "

@@ -146,9 +146,8 @@ def batch_infos(n_envs: int, env_infos: Iterable[EnvInfo] | InfoTable) -> Info:
             batch[key], batch[f"_{key}"] = column, mask
         return batch
     env_infos = list(env_infos)
-    if env_infos and not any(
-        item.info or item.final_info or item.final_info is None for item in env_infos
-    ):  # ends alone
+    told = any(item.info or item.final_info or item.final_info is None for item in env_infos)
+    if env_infos and not told:  # ends alone
         final, mask = np.full(n_envs, None), np.zeros(n_envs, dtype=np.bool_)
         for item in env_infos:
             final[item.env], mask[item.env] = item.final, True

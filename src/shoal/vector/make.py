@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -250,14 +250,8 @@ def env_fns_of(
 
 
 # --- starting workers
-class StartedWorkers(NamedTuple):
-    """Environments that are made and know where their results go: the arguments of a `VectorPool`."""
-
-    workers: list[Worker]
-    buffers: Buffers
-    attach: Attach
-    description: Description
-    close_rest: Callable[[], None]
+StartedWorkers = tuple[list[Worker], Buffers, Attach, Description, Callable[[], None]]
+"""Environments that are made and know where their results go: the arguments of a `VectorPool`."""
 
 
 @explain_file_limit()
@@ -294,7 +288,7 @@ def open_workers(
     except BaseException:
         close_all(workers, release, 0.0)
         raise
-    return StartedWorkers(workers, buffers, attach, description, release)
+    return workers, buffers, attach, description, release
 
 
 def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options) -> list[Worker]:

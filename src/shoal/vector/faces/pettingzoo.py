@@ -100,9 +100,8 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of every slot."""
-        seen, _, over, lost, copy_infos = self.pool.step_wait(
-            timeout
-        )  # lost: copies whose worker was replaced
+        # lost: copies whose worker was replaced
+        seen, _, over, lost, copy_infos = self.pool.step_wait(timeout)
         before, infos = self.active.reshape(self.num_copies, self.n_agents), dict[str, Any]()
         rewards, terminated, truncated = (
             np.array(seen[key], dtype=kind) for key, kind in (("reward", float), ("end", bool), ("cut", bool))
