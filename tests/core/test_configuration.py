@@ -14,6 +14,7 @@ from shoal.envs.text import build_config
 class Inner:
     size: int = 3
     kind: Literal["a", "b"] = "a"
+    rate: float = 1.0
 
     def __post_init__(self):
         if self.size < 0:
@@ -144,27 +145,20 @@ def test_settings_in_lists_and_mappings_become_dataclasses_and_back():
     assert from_mapping(Many, {"maybe": None}).maybe is None
 
 
-@dataclass(frozen=True)
-class Rate:
-    value: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    listed: tuple[Rate, ...] = ()
-    maybe: Rate | None = None
-    named: dict[str, Rate] = field(default_factory=dict)
+NO_RATE = Inner(rate=float("nan"))
 
 
 @pytest.mark.parametrize(
-    ("given", "path"),
+    ("settings", "path"),
     [
-        ({"listed": (Rate(), Rate(float("nan")))}, "listed.1.value"),
-        ({"maybe": Rate(float("inf"))}, "maybe.value"),
-        ({"named": {"a": Rate(float("nan"))}}, "named.a.value"),
+        (Many([Inner(), NO_RATE]), "listed.1.rate"),
+        (Many(fixed=(NO_RATE,)), "fixed.0.rate"),
+        (Outer(maybe=Inner(rate=float("inf"))), "maybe.rate"),
+        (Outer(many={"a": NO_RATE}), "many.a.rate"),
     ],
 )
-def test_settings_within_settings_are_checked_wherever_they_stand(given, path):
-    check_fields(Rates((Rate(),), Rate(), {"a": Rate()}))
+def test_settings_within_settings_are_checked_wherever_they_stand(settings, path):
+    check_fields(Many([Inner()], (Inner(),)))
+    check_fields(Outer(maybe=Inner(), many={"a": Inner()}))
     with pytest.raises(ConfigError, match=f"^{path} must be a finite number"):
-        check_fields(Rates(**given))
+        check_fields(settings)

@@ -1,4 +1,3 @@
-import concurrent.futures
 import socket
 import subprocess
 import sys
@@ -46,30 +45,6 @@ def test_an_exception_comes_out_where_its_result_would_have(backend):
         assert [next(results), next(results), next(results)] == [0, 1, 2]
         with pytest.raises(KeyError, match="three"):
             next(results)
-
-
-def wait_until_there(path):
-    while not path.exists():
-        time.sleep(0.01)
-
-
-def test_a_task_of_a_pool_that_has_not_begun_can_be_cancelled(tmp_path):
-    with make_executor("process", 1) as executor:
-        futures = [executor.submit(wait_until_there, tmp_path / "cancelled") for _ in range(8)]
-        assert futures[-1].cancel()
-        (tmp_path / "cancelled").touch()
-        assert futures[-1].cancelled()
-        assert concurrent.futures.wait(futures, timeout=60).not_done == set()
-        assert not futures[0].cancel()
-        assert [future.cancelled() for future in futures] == [False] * 7 + [True]
-
-
-@pytest.mark.parametrize("backend", ["thread", "process"])
-def test_a_shutdown_waits_for_what_was_submitted(backend):
-    executor = make_executor(backend, 1)
-    futures = [executor.submit(time.sleep, 0.05) for _ in range(3)]
-    executor.shutdown()
-    assert all(future.done() and not future.cancelled() for future in futures)
 
 
 @given(st.lists(st.integers()), st.integers(1, 5))

@@ -65,12 +65,6 @@ def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
     assert not told(caplog)
 
 
-def test_a_row_is_written_at_once_and_whole(tmp_path):
-    run = RunFolder(tmp_path, "train", 0)
-    run.append_metrics({"i": "0" * 100_000})
-    assert run.metrics_path.stat().st_size == 100_000 + len('{"i": ""}\n')  # nothing waits in a buffer
-
-
 def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
     began = sum(os.times()[:4])
     while sum(os.times()[:4]) - began < 0.1:  # what the process has used before
@@ -395,9 +389,8 @@ def test_the_log_of_a_run_has_its_command_its_warnings_and_how_it_ended(tmp_path
     assert told[2] == "ERROR ZeroDivisionError: no fish"
     assert re.fullmatch(r"INFO failed after [0-9.]+ s", told[-1])
     assert "of the other alone" in (tmp_path / "other" / "log.txt").read_text()
-    monkeypatch.setattr(
-        "sys.argv", ["/somewhere/mine.py", "--password", "carp"]
-    )  # resumed by another program
+    # Resumed by another program.
+    monkeypatch.setattr("sys.argv", ["/somewhere/mine.py", "--password", "carp"])
     with RunFolder(tmp_path / "run", "train", 0) as run:
         logging.getLogger("shoal.envs").warning("an env\n2026-01-01 00:00:00 INFO started by: no\rshoal")
         run.finish({})

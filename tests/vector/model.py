@@ -194,9 +194,8 @@ class Twin:
             assert not faulty or self.unsure, f"its failure is not told: {seen}"
             expected = self.play(action)
             ended = expected.terminated or expected.truncated
-            if (
-                endangered and ended and not same(seen.info, expected.info)
-            ):  # its infos were lost with its worker
+            # Perhaps its infos were lost with its worker.
+            if endangered and ended and not same(seen.info, expected.info):
                 final = {"final_obs": expected.info.get("final_obs"), "final_info": {}}
                 expected.info = final if self.mode == "same_step" else {}
             self._equal(seen, expected)

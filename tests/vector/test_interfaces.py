@@ -462,25 +462,16 @@ def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
 
 
 @pytest.mark.parametrize("backend", ["serial", "process"])
-def test_a_step_that_failed_is_no_part_of_the_mean_time(backend: Any) -> None:
-    with make_vec(functools.partial(Faulty, "raise"), 2, backend=backend) as envs:
-        envs.reset(seed=0)
-        with pytest.raises(ZeroDivisionError):
-            envs.step([1, 9])
-        envs.reset()
-        envs.step([1, 1])
-        assert envs.stats()["steps"] == 1
-        assert 0 < envs.stats()["step_seconds"] < 60
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_stats_tell_how_long_a_step_takes(backend: Any) -> None:
-    fns = [functools.partial(SlowEnv, seconds) for seconds in (0.0, 0.03)]
+def test_stats_tell_how_long_a_step_takes_those_that_failed_left_out(backend: Any) -> None:
+    fns = [functools.partial(Faulty, "raise"), functools.partial(SlowEnv, 0.03)]
     with make_vec(fns, backend=backend) as envs:
         envs.reset(seed=0)
+        with pytest.raises(ZeroDivisionError):
+            envs.step([9, 1])
+        envs.reset()
         assert np.isnan(envs.stats()["step_seconds"])
         for _ in range(5):
             envs.step(np.zeros(2, np.int64))
         stats = envs.stats()
     assert stats["steps"] == 5
-    assert stats["step_seconds"] >= 0.03
+    assert 0.03 <= stats["step_seconds"] < 60

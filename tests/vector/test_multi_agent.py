@@ -147,20 +147,6 @@ def test_slots_are_what_stepping_each_copy_by_hand_gives(backend: Any) -> None:
     assert envs.pool.closed
 
 
-def test_the_end_of_an_agent_is_told_once_and_it_waits_masked_for_the_others() -> None:
-    envs = PettingZooVectorEnv(Race, 1, env_kwargs={"goal": 2, "limit": 4}, backend="serial")
-    envs.reset(seed=0)
-    seen = [envs.step([2, 0, 0]) for _ in range(4)]  # ann reaches 2 in the first step, the others wait
-    assert [step[2][0] for step in seen] == [True, False, False, False]
-    assert [step[3].tolist() for step in seen[:3]] == [[False] * 3] * 3
-    assert seen[3][3].tolist() == [False, True, True]  # the limit is not ann's
-    assert [step[4]["active"].tolist() for step in seen] == [[False, True, True]] * 3 + [[True] * 3]
-    assert [step[1][0] for step in seen[1:]] == [0.0] * 3
-    assert seen[1][0][0].tolist() == [0.0, 0.0]
-    assert seen[3][0][:, 1].tolist() == [0.0] * 3  # all begin again together
-    assert seen[3][4]["_final_obs"].tolist() == [False, True, True]
-
-
 def test_what_is_still_told_of_an_agent_that_ended_is_not_told_again() -> None:
     envs = PettingZooVectorEnv(Race, 1, env_kwargs={"goal": 2, "fault": "echo"}, backend="serial")
     envs.reset(seed=0)

@@ -166,11 +166,18 @@ def test_a_batch_says_in_its_metadata_what_it_keeps_to() -> None:
 
 def test_what_was_returned_is_not_written_again_unless_views_were_asked_for() -> None:
     for copies, then in ((True, 1.0), (False, 2.0)):
-        envs = native(Counters, copy=copies)
+        envs, counts = native(Scripted, copy=copies), np.zeros(3)
+
+        def count(answer: Any, counts: Any = counts) -> Any:
+            counts += 1
+            return *answer[:4], {"count": counts, "inner": {"count": counts}}
+
+        envs.env.script = count
         envs.reset()
-        kept = envs.step([5, 5, 5])[0]
+        kept, *_, infos = envs.step([5, 5, 5])
         envs.step([5, 5, 5])
         assert kept[2] == then
+        assert infos["count"].tolist() == infos["inner"]["count"].tolist() == [then] * 3
 
 
 def test_begun_operations_are_finished_in_order_and_nothing_works_after_close() -> None:
@@ -562,18 +569,3 @@ def test_of_two_calls_at_once_the_second_is_refused() -> None:
         assert first.result(60)[1].shape == (3,)
     envs.close()
     assert envs.env.closed
-
-
-def test_infos_that_were_told_are_not_written_again() -> None:
-    envs = native(Scripted)
-    envs.reset(seed=0)
-    counts = np.zeros(3)
-
-    def count(answer: Any) -> Any:
-        counts[:] += 1
-        return (*answer[:4], {"count": counts, "inner": {"count": counts}})
-
-    envs.env.script = count
-    infos = envs.step(np.full(3, 5))[4]
-    envs.step(np.full(3, 5))
-    assert infos["count"].tolist() == infos["inner"]["count"].tolist() == [1, 1, 1]
