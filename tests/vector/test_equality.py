@@ -168,7 +168,9 @@ def of_values(infos: Any) -> Any:
 @example([{"x": "float64", "é": "int"}], 5, 4, 9, set(), False, AutoresetMode.SAME_STEP, PROCESSES)
 @example([{"x": "float64", "é": "int"}], 4, 4, 9, {2, 3}, True, AutoresetMode.SAME_STEP, PROCESSES)
 @example([{"x": "float64", "é": "int"}], 4, 4, 9, {1}, False, AutoresetMode.SAME_STEP, PROCESSES)
+@example([{"x": "float64", "é": "int"}], 2, 9, 1, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
 @example([{"x": "text"}, {"x": "int"}], 5, 4, 9, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
+@example([{"x": "int"}, {"x": "int", "y": "bool"}], 5, 4, 9, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
 @example([{"final_obs": "float"}], 5, 4, 9, set(), False, AutoresetMode.NEXT_STEP, PROCESSES)
 def test_infos_of_numbers_equal_gymnasiums(
     monkeypatch: Any,

@@ -161,11 +161,16 @@ def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
     envs.close()
 
 
-def test_options_that_ray_does_not_know_are_refused(monkeypatch: Any) -> None:
-    ray = pytest.importorskip("ray")
-    monkeypatch.setattr("shoal.vector.backends.ray.connect_ray", lambda: ray)  # which need not run for that
-    with pytest.raises(ValueError, match="Invalid option keyword num_cpu .*num_cpus"):
-        make_vec(CountEnv, 1, backend="ray", ray_options={"num_cpu": 1})
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_cpu": 1}, "Invalid option keyword num_cpu .*num_cpus"),
+        ({"scheduling_strategy": "SPRAED"}, "Invalid scheduling_strategy value SPRAED.*SPREAD"),
+    ],
+)
+def test_options_that_ray_does_not_know_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_vec(CountEnv, 1, backend="ray", ray_options=options)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: Any) -> None:
