@@ -161,8 +161,8 @@ def same(a: Any, b: Any) -> bool:
     """Exactly equal, types and order of keys included."""
     if isinstance(a, np.ndarray) and a.dtype == object:
         return isinstance(b, np.ndarray) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict):
         return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, tuple | list):

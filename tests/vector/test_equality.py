@@ -230,6 +230,8 @@ def test_infos_of_numbers_have_their_types_for_each_env_too(kinds: dict[str, str
     seed=st.integers(0, 2**31 - 10),
     steps=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), max_size=8),
 )
+@example(spaces.Box(-1, 1, ()), 3, PROCESSES, 5, [[True] * 5] * 8)
+@example(spaces.Dict(box=spaces.Box(-1, 1, ()), number=spaces.Discrete(4)), 2, PROCESSES, 5, [[True] * 5])
 def test_stepping_some_equals_single_environments(
     monkeypatch: Any, space: Any, n: int, layout: Any, seed: int, steps: Any
 ) -> None:

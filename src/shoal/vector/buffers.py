@@ -149,7 +149,10 @@ class Observations:
 
     def one(self, i: int) -> Any:
         """One environment's observation."""
-        return self.layout.rebuild([column[0] for column in self.some([i])])
+        columns = self.some([i])
+        return self.layout.rebuild(
+            [leaf.of(column, 0) for leaf, column in zip(self.layout.leaves, columns, strict=True)]
+        )
 
     def put(self, i: int, leaves: Sequence[Any]) -> None:
         """Make these leaf values the observation of one environment."""

@@ -12,9 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import gymnasium
-import numpy as np
-
 from shoal.core.data import deep_copy
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.seeding import derive_seed
@@ -116,8 +113,7 @@ class FailurePolicy:
     def final(self, i: int) -> Any:
         """The last observation of an episode that was replaced, as an env gave it: of a Box an array."""
         assert self.pool.buffers.final is not None
-        value = self.pool.buffers.final[i]
-        return np.array(value) if isinstance(self.pool.observation_spaces[i], gymnasium.spaces.Box) else value
+        return self.pool.shown.layout.leaves[0].of(self.pool.buffers.final[[i]], 0)
 
     def remember(self, ids: Any = slice(None)) -> None:
         """Remember the current observations, for environments that are replaced in the next operation."""

@@ -27,16 +27,22 @@ Kind = Literal["fixed", "text", "object"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One component of a space; `shape` and `dtype` matter for fixed leaves only."""
+    """One component of a space; what follows `kind` matters for fixed leaves only."""
 
     kind: Kind
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] = OBJECT
+    is_array: bool = False
+    """One value is an array even where it has no dimensions."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of one value of a fixed leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, column: Any, i: int) -> Any:
+        """The value of one environment in a column of them."""
+        return column[i, ...] if self.is_array else column[i]
 
 
 Node = int | tuple[str, tuple[tuple[Any, Any], ...]]
@@ -109,7 +115,7 @@ def _leaf(space: Space[Any]) -> Leaf:
     if isinstance(space, FIXED):
         assert space.shape is not None
         assert space.dtype is not None
-        return Leaf("fixed", tuple(space.shape), np.dtype(space.dtype))
+        return Leaf("fixed", tuple(space.shape), np.dtype(space.dtype), isinstance(space, spaces.Box))
     if isinstance(space, spaces.Text):
         return Leaf("text")
     return Leaf("object")
