@@ -6,7 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.rollout.doubles import HashEngine, InterruptingEngine, config, until
+from tests.rollout.doubles import (
+    CounterEnv,
+    HashEngine,
+    InterruptingEngine,
+    config,
+    makes,
+    until,
+    with_env,
+)
 
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.play import ParallelRolloutManager
@@ -61,3 +69,38 @@ def test_threads_end_soon_after_an_interruption(backend):
         asked = len(engine.batches)
         time.sleep(0.5)
         assert len(engine.batches) == asked
+
+
+class SlowToLoad:
+    """Makes envs; a worker process that is not the first waits for a file before it has loaded this."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, **settings):
+        return CounterEnv(**settings)
+
+    def __reduce__(self):
+        return _loaded, (self.folder, os.getpid())
+
+
+def _loaded(folder, caller):
+    if os.getpid() != caller:
+        (folder / f"{os.getpid()}").touch()
+        if not makes(folder / "first"):
+            until((folder / "go").exists)
+    return SlowToLoad(folder)
+
+
+def test_a_worker_that_still_starts_when_a_rollout_is_over_plays_in_a_later_one(calm, tmp_path):
+    settings = with_env(SlowToLoad(tmp_path), parallel={"keep_envs": True})
+    with ParallelRolloutManager(settings, HashEngine(), backend="process") as manager:
+        assert manager.collect(4) == calm[4]
+        assert len(manager.worker_pids()) == 1
+        (tmp_path / "go").touch()
+        until(lambda: manager.collect(4) == calm[4] and len(manager.worker_pids()) == 2)
+        pids = manager.worker_pids()
+        assert {path.name for path in tmp_path.iterdir()} == {"first", "go", *map(str, pids)}
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -99,6 +99,30 @@ class ProcessHosts(Hosts):
     def __init__(self, setup: Setup, count: int) -> None:
         super().__init__(count=count)
         self._setup, self._data = setup, pickled(setup)
+        self._starting: dict[int, asyncio.Task[Host]] = {}
+
+    async def host(self, number: int) -> Host:
+        """Host `number`; one that still starts when a rollout is over is there for the next."""
+        known = self._hosts.get(number)
+        if known is not None and not known.lost:
+            return known
+        if number not in self._starting:
+            starting = self._starting[number] = asyncio.create_task(super().host(number))
+            starting.add_done_callback(lambda task: self._started(number, task))
+        return await asyncio.shield(self._starting[number])
+
+    def _started(self, number: int, task: asyncio.Task[Host]) -> None:
+        del self._starting[number]
+        if not task.cancelled():
+            task.exception()  # nobody need be waiting for it
+
+    async def close(self) -> None:
+        """Close the envs and end all hosts, those that still start too; may be called twice."""
+        if starting := list(self._starting.values()):
+            for task in starting:
+                task.cancel()
+            await asyncio.wait(starting)
+        await super().close()
 
     async def _start(self, number: int) -> Host:
         """A host in a new process."""
