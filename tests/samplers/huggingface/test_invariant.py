@@ -91,7 +91,7 @@ def gap(engine, samples, cut, temperature=1.0, grad=False):
     """The largest difference between what the sampler said of a token and what the policy says."""
     policy, (batching, size) = policy_of(engine), cut
     device = str(next(engine.model.parameters()).device)
-    sharing = (policy.shares_prefixes,)
+    sharing = (policy.sharing,)
     gaps = []
     with torch.set_grad_enabled(grad):
         for micro in micro_batches(samples, size, policy.pad_id, device, batching, *sharing):
@@ -152,7 +152,7 @@ def test_gradients_are_those_of_the_plain_network(kind, checkpointing):
     found = []
     for invariant in (False, True):
         policy = policy_of(make_engine(kind, invariant=invariant))
-        sharing = (policy.shares_prefixes,)
+        sharing = (policy.sharing,)
         with training_mode(policy.module, checkpointing, 0):
             for micro in micro_batches(samples, 900, policy.pad_id, "cpu", "packed", *sharing):
                 score(policy, micro, 1.0).logprobs.sum().backward()
@@ -172,7 +172,7 @@ def test_adapters_are_batch_invariant_too():
     asked = requests(engine, 12)
     answers = engine.generate(asked)
     assert answers != make_engine().generate(asked)
-    sharing = (policy.shares_prefixes,)
+    sharing = (policy.sharing,)
     for micro in micro_batches(samples_of(asked, answers), 900, policy.pad_id, "cpu", "packed", *sharing):
         assert torch.equal(score(policy, micro, 1.0).logprobs.detach(), micro.columns["rollout_logprobs"])
 

@@ -17,6 +17,7 @@ from shoal.core.extensions import import_extensions
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.algorithms.advantages import ESTIMATORS
 from shoal.train.agent.algorithms.losses import LOSSES
+from shoal.train.agent.batch.packing import BY_MASK
 from shoal.train.agent.config import AgentConfig, Algorithm, compose_config
 from shoal.train.agent.policies.loading import load_policy, load_teacher, policy_of
 from shoal.train.agent.trainer import AgentTrainer
@@ -220,7 +221,8 @@ def test_samples_lie_for_a_teacher_as_it_can_read_them(tmp_path, monkeypatch, re
 
     monkeypatch.setattr(trainer_module, "load_teacher", lambda folder, policy: teacher)
     monkeypatch.setattr(teacher, "hidden", limited)
-    monkeypatch.setattr(type(teacher), "shares_prefixes", property(lambda self: self is not teacher))
+    sharing = property(lambda self: None if self is teacher else BY_MASK)
+    monkeypatch.setattr(type(teacher), "sharing", sharing)
     settings = [
         "algorithm.adv_estimator=distillation",
         "algorithm.teacher=somewhere",

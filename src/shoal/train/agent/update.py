@@ -214,7 +214,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
 
     def of(numbers: list[int]) -> list[Floats]:
         own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
-        layout = (algorithm.batching, read.shares_prefixes)
+        layout = (algorithm.batching, read.sharing)
         return token_values(
             own, compute, size, policy.pad_id, learner.device, *layout, processes.even_out, shortest
         )
@@ -348,7 +348,7 @@ def gradient_step(
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     learner.optimizer.zero_grad(set_to_none=True)
     own = [weighted[i] for i in processes.partition([len(sample.ids) for sample in weighted])[processes.rank]]
-    size, layout = config.micro_batch_tokens, (config.batching, policy.shares_prefixes)
+    size, layout = config.micro_batch_tokens, (config.batching, policy.sharing)
     micros = list(micro_batches(own, size, policy.pad_id, learner.device, *layout))
     for micro in processes.even_out(micros):
         counted = totals

@@ -7,6 +7,8 @@ from tests.samplers.huggingface.test_huggingface import make_engine
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import (
+    BY_MASK,
+    BY_PARTS,
     Segment,
     length_of,
     micro_batches,
@@ -35,7 +37,7 @@ def make_samples_of(lengths, seed=0):
 def numbers_of(lengths, max_tokens, batching):
     """The rows of samples that have nothing in common, as numbers."""
     ids = [tuple(range(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
-    plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, True)
+    plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, BY_MASK)
     return [[[i for segment in row for i in segment.members] for row in batch] for batch in plan]
 
 
@@ -85,7 +87,7 @@ def test_packed_samples_do_not_see_each_other(engine):
         return token_values(chosen, lambda m: score(engine, m, 1.0).logprobs, 1000, 0, "cpu", batching)
 
     packed = ask(samples, "packed")
-    starts = [m.starts for m in micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True)]
+    starts = [m.starts for m in micro_batches(samples, 1000, 0, "cpu", "packed", sharing=BY_MASK)]
     assert all(b is not None and b.ndim == 2 for b in starts)
     for sample, found in zip(samples, packed, strict=True):
         np.testing.assert_allclose(found, ask([sample], "padded")[0], atol=1e-5)
@@ -127,10 +129,10 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
         assert segment.shared[0] == 0
         assert len(segment.shared) == len(segment.members)
         assert len(segment.members) == 1 or length_of(segment, lengths) <= max_tokens
-    plan = plan_rows(ids, firsts, max_tokens, "packed", True)
+    plan = plan_rows(ids, firsts, max_tokens, "packed", BY_PARTS)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
-    for batching, prefixes in (("padded", True), ("packed", False)):
-        rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, prefixes) for row in batch]
+    for batching, sharing in (("padded", BY_MASK), ("packed", None)):
+        rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, sharing) for row in batch]
         assert not any(any(segment.shared) for row in rows for segment in row)
 
 
@@ -149,7 +151,7 @@ def test_a_prefix_of_less_than_a_quarter_of_a_sample_is_not_shared_and_few_token
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
     assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
-    rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
+    rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", BY_MASK) for row in batch]
     assert not any(any(segment.shared) for row in rows for segment in row)  # 50 of 810 tokens would be saved
 
 
@@ -157,7 +159,7 @@ def test_long_answers_to_one_prompt_share_it_too():
     """Two groups of eight; the prompt is less than half of a sample."""
     prompts = [tuple(range(begin, begin + 60)) for begin in (100, 300)]
     ids = [(*prompt, *range(1000 * i, 1000 * i + 90)) for prompt in prompts for i in range(1, 9)]
-    rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", True) for row in batch]
+    rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", BY_MASK) for row in batch]
     # four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token
     assert sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - 12 * 59
 
@@ -177,7 +179,7 @@ def test_rows_of_shared_samples_are_of_like_length():
     rng = np.random.default_rng(0)
     begin = tuple(range(100, 140))
     ids = [(*begin, *rng.integers(0, 90, 30).tolist()) for _ in range(20)]  # 40 + 20 * 30: more than a row
-    rows = [row for batch in plan_rows(ids, [60] * 20, 8192, "packed", True) for row in batch]
+    rows = [row for batch in plan_rows(ids, [60] * 20, 8192, "packed", BY_MASK) for row in batch]
     sizes = sorted(sum(length_of(segment, [70] * 20) for segment in row) for row in rows)
     assert len(sizes) == 2
     assert sum(sizes) <= 2 * 40 + 20 * 30  # less where two happen to go on alike
@@ -192,13 +194,13 @@ def test_a_path_has_at_most_so_many_pieces():
     (segment,) = share_prefixes(ids, firsts, 100_000)
     assert segment.members == tuple(range(9))
     samples = [Sample(one, np.array([first]), {}) for one, first in zip(ids, firsts, strict=True)]
-    (micro,) = micro_batches(samples, 100_000, 0, "cpu", "packed", prefixes=True)
+    (micro,) = micro_batches(samples, 100_000, 0, "cpu", "packed", sharing=BY_MASK)
     assert micro.starts.shape[0] == 1 + 2 * 3
     assert segment.shared == (0, 100, 110, 120, 120, 120, 120, 120, 120)
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
-    assert engine.shares_prefixes
+    assert engine.sharing is not None
     samples = make_families([(20, [3, 5, 1, 4]), (9, [2, 2]), (1, [6])], seed=3)
     vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
@@ -215,25 +217,25 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
     samples += [s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]]
     again = samples[3]  # the same tokens, others of them trained
     samples.append(Sample(again.ids, again.trained[-1:], {"advantages": np.ones(1, np.float32)}))
-    micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True))
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", sharing=BY_MASK))
     assert any(m.starts is not None and m.starts.ndim == 3 for m in micros)
     assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
     assert sum(len(m.samples) for m in micros) == sum(len(s.trained) for s in samples)
     assert sorted({int(n) for m in micros for n in m.samples}) == list(range(len(samples))), "one micro-batch"
 
-    def ask(batching, max_tokens, prefixes):
+    def ask(batching, max_tokens, sharing):
         def compute(micro):
             return score(engine, micro, 1.0).logprobs
 
         engine.module.zero_grad()
-        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes):
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, sharing):
             (compute(micro) * micro.columns["advantages"]).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
-        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes), gradient
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, sharing), gradient
 
-    values, gradient = ask("padded", 1, False)
+    values, gradient = ask("padded", 1, None)
     for max_tokens in (1000, 45):
-        found, shared_gradient = ask("packed", max_tokens, True)
+        found, shared_gradient = ask("packed", max_tokens, engine.sharing)
         for one, other in zip(found, values, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
         torch.testing.assert_close(shared_gradient, gradient, atol=1e-4, rtol=1e-4)

@@ -11,9 +11,9 @@ from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.batch.packing import token_values
+from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, token_values
 from shoal.train.agent.batch.samples import Sample
-from shoal.train.agent.policies.huggingface import packing_fault, safe_batching
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy, packing_fault, safe_batching
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.policy import score
 
@@ -35,10 +35,10 @@ MIXING = {
         linear_key_head_dim=8, linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
     ),
-    "a mask of its own": lambda: transformers.OPTConfig(
-        vocab_size=258, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
-    ),
 }  # fmt: skip
+OPT = transformers.OPTConfig(
+    vocab_size=258, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MIXING)
@@ -49,22 +49,25 @@ def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
         assert safe_batching(engine, "packed") == "padded"
     assert "samples are not packed" in caplog.text
     assert safe_batching(engine, "padded") == "padded"
-    assert engine.shares_prefixes == (kind == "a mask of its own")  # it takes ours
+    assert engine.sharing is None
+
+
+def test_a_model_that_makes_a_mask_of_its_own_is_caught_unless_it_takes_ours(monkeypatch):
+    assert packing_fault(engine_of(OPT)) is None
+    monkeypatch.setattr(HuggingFacePolicy, "sharing", BY_MASK)  # as on a GPU: ours is for prefixes alone
+    assert "change by" in packing_fault(engine_of(OPT))
 
 
 def test_models_with_causal_attention_pass():
     engines = [
         policy_of(make_engine()),
         engine_of(transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4)),
+        engine_of(OPT),
         engine_of(transformers.Gemma3TextConfig(**SHAPE, **HEADS, head_dim=8, sliding_window=8)),
         policy_of(TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1)),
     ]
-    assert [engine.shares_prefixes for engine in engines] == [
-        True,
-        True,
-        False,
-        True,
-    ]  # not where a window slides
+    # not where a window slides
+    assert [engine.sharing for engine in engines] == [BY_PARTS, BY_PARTS, BY_PARTS, None, BY_MASK]
     for engine in engines:
         assert packing_fault(engine) is None
         assert safe_batching(engine, "packed") == "packed"
@@ -134,7 +137,7 @@ def test_samples_of_a_group_have_the_log_probs_that_the_model_itself_gives_each(
             engine.pad_id,
             "cpu",
             "packed",
-            engine.shares_prefixes,
+            engine.sharing,
         )
         for sample, logprobs in zip(samples, found, strict=True):
             said = engine.module(torch.tensor([sample.ids])).logits[0].log_softmax(-1)

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,21 @@ from torch import Tensor
 from shoal.train.agent.batch.samples import Column, Floats, Sample, split_tokens
 
 Batching = Literal["packed", "padded"]
-ROW = 512
-"""Tokens of a row of several samples, unless one sample is longer: attention grows with the square of a row."""
-WORTH = 0.75
-"""Share of the tokens below which prefixes are shared: rows with them need a mask, which costs time."""
 SPANS = 3
 """Pieces of a row that a sample may go on from, one behind the other."""
+
+
+class Sharing(NamedTuple):
+    """When samples of a row go on from what they share."""
+
+    row: float  # most tokens of a row of several samples, unless one sample is longer
+    worth: float  # share of the tokens below which it is done
+
+
+BY_MASK = Sharing(512, 0.75)
+"""Attention makes all scores of a row: it grows with the square of a row, and a mask costs time."""
+BY_PARTS = Sharing(float("inf"), 1.0)
+"""Attention looks at no other sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,11 @@ Row = list[Segment]
 
 
 def plan_rows(
-    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
+    ids: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    max_tokens: int,
+    batching: Batching,
+    sharing: Sharing | None,
 ) -> list[list[Row]]:
     """Micro-batches of rows of segments; each sample is in exactly one segment.
 
@@ -51,8 +64,7 @@ def plan_rows(
         max_tokens: of a micro-batch, padding included; a segment that is longer is alone in its micro-batch.
         batching: `padded` takes one sample a row, rows of like length together; `packed` as many a row as fit into
             the length of the longest segment.
-        prefixes: whether the network can read samples that go on from what they share. They are shared where `packed`
-            saves a quarter of the tokens by it.
+        sharing: when `packed` samples go on from what they share; None: the network cannot read such rows.
     """
     lengths = [len(sample) for sample in ids]
     alone = [Segment((i,)) for i in range(len(ids))]
@@ -60,9 +72,9 @@ def plan_rows(
         by_length = sorted(alone, key=lambda segment: lengths[segment.members[0]])
         return _cut([[segment] for segment in by_length], lengths, max_tokens)
     plain = _fill_rows(alone, lengths)
-    if not prefixes or len(ids) < 2:
+    if sharing is None or len(ids) < 2:
         return _cut(plain, lengths, max_tokens)
-    most = min(max_tokens, max(ROW, *lengths))
+    most = min(max_tokens, max(sharing.row, *lengths))
     segments = share_prefixes(ids, firsts, most)
     shared = _fill_rows(segments, lengths)
     if len(shared) > 1:  # as many rows, of like length
@@ -71,10 +83,11 @@ def plan_rows(
         even = -(-_tokens(shared, lengths) // len(shared)) + max(own, default=0)
         segments = share_prefixes(ids, firsts, min(most, even))
         shared = min(shared, _fill_rows(segments, lengths), key=partial(_padded, lengths))
-    return _cut(shared if _tokens(shared, lengths) <= WORTH * sum(lengths) else plain, lengths, max_tokens)
+    pays = _tokens(shared, lengths) <= sharing.worth * sum(lengths)
+    return _cut(shared if pays else plain, lengths, max_tokens)
 
 
-def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: int) -> list[Segment]:
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: float) -> list[Segment]:
     """Neighbours in the order of the tokens that go on from each other, at most so many tokens together.
 
     A sample shares a quarter of its tokens or more, none from the one before its first trained one on: what that token
@@ -191,17 +204,21 @@ def micro_batches(
     pad: int,
     device: str,
     batching: Batching = "padded",
-    prefixes: bool = False,
+    sharing: Sharing | None = None,
 ) -> Iterator[MicroBatch]:
     """Samples in rows, see `plan_rows`; each batch at most `max_tokens` with padding (or one segment)."""
-    for plan in _plan(samples, max_tokens, batching, prefixes):
+    for plan in _plan(samples, max_tokens, batching, sharing):
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[list[Row]]:
+def _plan(
+    samples: Sequence[Sample], max_tokens: int, batching: Batching, sharing: Sharing | None
+) -> list[list[Row]]:
     plain = all(sample.positions is None for sample in samples)  # else ids do not say all
     firsts = [int(sample.trained[0]) for sample in samples]
-    return plan_rows([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes and plain)
+    return plan_rows(
+        [sample.ids for sample in samples], firsts, max_tokens, batching, sharing if plain else None
+    )
 
 
 def token_values(
@@ -211,7 +228,7 @@ def token_values(
     pad: int,
     device: str,
     batching: Batching = "padded",
-    prefixes: bool = False,
+    sharing: Sharing | None = None,
     even_out: Callable[[list[list[Row]]], Iterable[list[Row] | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
@@ -221,7 +238,7 @@ def token_values(
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in even_out(_plan(samples, max_tokens, batching, prefixes)):
+        for plan in even_out(_plan(samples, max_tokens, batching, sharing)):
             if plan is None:
                 if idle is not None:
                     compute(_fill([[Segment((0,))]], [idle], pad, device))

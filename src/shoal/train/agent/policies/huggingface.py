@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.models import INVARIANT, looks_back
-from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
+from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, Batching, MicroBatch, Sharing, token_values
 from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.policies.attention import RowMask
 from shoal.train.agent.policies.policy import Inputs, Policy, score
 
 logger = logging.getLogger(__name__)
@@ -74,42 +75,46 @@ class HuggingFacePolicy(Policy):
             return torch.equal(head(hidden), scores)
 
     @cached_property
-    def shares_prefixes(self) -> bool:  # type: ignore[override]
-        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours.
+    def sharing(self) -> Sharing | None:  # type: ignore[override]
+        """When samples in a row go on from what they share, which full attention can that takes a mask of ours.
 
         It is tried: two samples with a prefix in one row, and each in a row of its own.
         """
         if self._implementation not in ("sdpa", "eager", INVARIANT) or looks_back(self.module) < math.inf:
-            return False
+            return None
         device = next(self.module.parameters()).device
         apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
         joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
         starts = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
         prefixes = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
-        spans = torch.cat([starts[None], prefixes])
+        spans, lengths = torch.cat([starts[None], prefixes]), torch.tensor([7])
+        reads = _reads(joined, lengths, spans, self._implementation, by_parts=True)
         try:
             decoder: Any = self.module.get_decoder()  # type: ignore[operator]
             with torch.no_grad():
-                expected = decoder(**_reads(apart, None), use_cache=False).last_hidden_state[:, 2:]
-                found = decoder(**_reads(joined, spans, self._implementation), use_cache=False)
+                expected = decoder(**_reads(apart, lengths, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**reads, use_cache=False)
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
             message = "prompts of a group are not shared in training, the model takes no such rows: %s"
             logger.info(message, error)
-            return False
+            return None
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
-        return bool(gap <= 0.02 * expected.abs().max())
+        if not gap <= 0.02 * expected.abs().max():
+            return None
+        return BY_PARTS if getattr(reads["attention_mask"], "used", False) else BY_MASK
 
     def reading(
         self, ids: Tensor, lengths: Tensor, starts: Tensor | None, inputs: Inputs
     ) -> dict[str, Tensor]:
         """What the model is called with for rows of samples, without their last column, which nothing reads."""
-        context = _reads(ids, starts, self._implementation, inputs)
+        by_parts = starts is not None and self.sharing is BY_PARTS
+        context = _reads(ids, lengths, starts, self._implementation, inputs, by_parts=by_parts)
         if inputs is not None:
             dtype = next(self.module.parameters()).dtype
             images = {name: value for name, value in inputs.items() if name != "position_ids"}
             context |= {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items()}
         # more than attention: it may want to know of padding
-        elif starts is None and not self.shares_prefixes:
+        elif starts is None and self.sharing is None:
             places = torch.arange(ids.shape[1] - 1, device=ids.device)
             context["attention_mask"] = (places < lengths[:, None]).long()
         return context
@@ -153,20 +158,27 @@ class HuggingFacePolicy(Policy):
 
 
 def _reads(
-    ids: Tensor, starts: Tensor | None, implementation: str = "sdpa", inputs: Inputs = None
+    ids: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    implementation: str = "sdpa",
+    inputs: Inputs = None,
+    *,
+    by_parts: bool = False,
 ) -> dict[str, Tensor]:
     """What a model reads of rows without their last column, but for images.
 
     Padding on the right needs no mask: attention that counts never looks there. Packed samples differ in their
-    positions; prefixes and branches, and samples with positions of their own, have a mask of ours.
+    positions; prefixes and branches, samples with positions of their own, and attention in parts have a mask of ours.
     """
     if starts is None and inputs is None:
         return {"input_ids": ids[:, :-1]}
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
     starts = torch.zeros_like(ids) if starts is None else starts
-    if starts.ndim == 2 and inputs is None:
+    if starts.ndim == 2 and inputs is None and not by_parts:
         return {"input_ids": ids[:, :-1], "position_ids": places - starts[:, :-1]}
-    first, *spans = (starts if starts.ndim == 3 else starts[None])[:, :, :-1, None]
+    starts = (starts if starts.ndim == 3 else starts[None])[:, :, :-1]
+    first, *spans = starts[..., None]
     seen = (places <= places[:, None]) & (places >= first)
     before = torch.zeros_like(first)
     for begin, end in zip(spans[::2], spans[1::2], strict=True):
@@ -175,6 +187,10 @@ def _reads(
     mask = seen[:, None]
     if implementation not in ("sdpa", INVARIANT):  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    elif (
+        by_parts and implementation == "sdpa" and ids.device.type == "cpu"
+    ):  # each part is a call, dear on a GPU
+        mask = RowMask.of(mask, starts, lengths)
     positions = places - (first - before)[..., 0]
     if inputs is not None:
         positions = inputs["position_ids"][..., :-1]

@@ -23,7 +23,7 @@ from shoal.maths.noise import torch_noise
 from shoal.samplers.models import INVARIANT
 from shoal.samplers.sampler import of_inner
 from shoal.train.agent.algorithms.losses import entropy_of
-from shoal.train.agent.batch.packing import MicroBatch
+from shoal.train.agent.batch.packing import BY_MASK, MicroBatch, Sharing
 from shoal.train.agent.processes.weights import fill
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class Policy(ABC):
         return None
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether samples in a row may go on from what they share."""
-        return False
+    def sharing(self) -> Sharing | None:
+        """When samples in a row go on from what they share; None: the network cannot read such rows."""
+        return None
 
     @property
     def context(self) -> int | None:
@@ -124,7 +124,7 @@ class WrappedPolicy(Policy):
     hidden = of_inner("hidden")
     width = of_inner("width")
     head = of_inner("head")
-    shares_prefixes = of_inner("shares_prefixes")
+    sharing = of_inner("sharing")
     context = of_inner("context")
     save = of_inner("save")
     read = of_inner("read")
@@ -136,7 +136,7 @@ class TinyPolicy(Policy):
     """A `TinyNetwork` and its vocabulary."""
 
     module: Any
-    shares_prefixes = True
+    sharing = BY_MASK
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
