@@ -77,16 +77,16 @@ def _attend(
         queries, keys, values = (each[None].split(sizes, 2) for each in all_of)
         found = []
         for own, part in enumerate(row):
-            seen = [
+            read, seen = (
                 torch.cat([*(each[number][:, :, :count] for number, count in part.before), each[own]], 2)
                 for each in (keys, values)
-            ]
+            )
             allowed: dict[str, Any] = {"is_causal": True}
             if part.before:
-                width = seen[0].shape[2]
+                width = read.shape[2]
                 mask = torch.ones(sizes[own], width, dtype=torch.bool, device=query.device)
                 allowed = {"attn_mask": mask.tril(width - sizes[own])}
-            found.append(F.scaled_dot_product_attention(queries[own], *seen, **allowed, **settings))
+            found.append(F.scaled_dot_product_attention(queries[own], read, seen, **allowed, **settings))
         found.append(torch.zeros_like(queries[-1]))
         rows.append(torch.cat(found, 2))
     return torch.cat(rows)
