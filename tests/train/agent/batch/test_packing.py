@@ -151,17 +151,22 @@ def test_a_prefix_of_less_than_a_quarter_of_a_sample_is_not_shared_and_few_token
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
     assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
-    rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", BY_MASK) for row in batch]
-    assert not any(any(segment.shared) for row in rows for segment in row)  # 50 of 810 tokens would be saved
+    for sharing, saved in ((BY_MASK, 0), (BY_PARTS, 50)):  # of 810 tokens
+        rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", sharing) for row in batch]
+        assert sum(sum(segment.shared) for row in rows for segment in row) == saved
 
 
 def test_long_answers_to_one_prompt_share_it_too():
     """Two groups of eight; the prompt is less than half of a sample."""
     prompts = [tuple(range(begin, begin + 60)) for begin in (100, 300)]
     ids = [(*prompt, *range(1000 * i, 1000 * i + 90)) for prompt in prompts for i in range(1, 9)]
-    rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", BY_MASK) for row in batch]
-    # four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token
-    assert sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - 12 * 59
+    # Four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token. In parts, a row
+    # takes a whole group.
+    for sharing, left_out in ((BY_MASK, 12), (BY_PARTS, 14)):
+        rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", sharing) for row in batch]
+        assert (
+            sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - left_out * 59
+        )
 
 
 def test_prompts_that_begin_alike_share_instructions_and_equal_ones_all_of_it():
