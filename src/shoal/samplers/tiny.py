@@ -72,7 +72,8 @@ class Block(nn.Module):
 
         Args:
             x: the residual stream.
-            mask: `[B, 1, T, S]` additive, 0 where a query may look and -inf where not.
+            mask: `[B, 1, T, S]` (of the positions `wanted`: `[B, 1, K, S]`) additive, 0 where a query may look and -inf
+                where not; or one of bools for `scaled_dot_product_attention`.
             cache: `[2, B, H, S, W/H]` keys and values, written at `at … at+T` and read whole up to there.
             at: position of the first of the `T` tokens in the cache.
             wanted: `[B, K]` of the `T` tokens; the others are looked at and no more.
@@ -85,13 +86,16 @@ class Block(nn.Module):
             rows = torch.arange(batch, device=x.device)[:, None]
             key, value = self._by_head(F.linear(normed, self.qkv.weight[width:]), 2)
             (query,) = self._by_head(F.linear(normed[rows, wanted], self.qkv.weight[:width]), 1)
-            x, mask = x[rows, wanted], mask[rows, :, wanted].transpose(1, 2)
+            x = x[rows, wanted]
         if cache is not None:
             cache[0, :, :, at : at + length] = key
             cache[1, :, :, at : at + length] = value
             key, value = cache[0, :, :, : at + length], cache[1, :, :, : at + length]
-        scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
-        attended = (scores + mask).softmax(-1) @ value
+        if mask.dtype == torch.bool:
+            attended = F.scaled_dot_product_attention(query, key, value, mask)
+        else:
+            scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
+            attended = (scores + mask).softmax(-1) @ value
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm_feed(x))))
         return out
@@ -137,6 +141,7 @@ class TinyNetwork(nn.Module):
         cache: list[Tensor] | None = None,
         at: int = 0,
         wanted: Tensor | None = None,
+        masks: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The last hidden states `[B, T, W]` of `ids [B, T]`, or `[B, K, W]` of the positions `wanted`.
 
@@ -148,29 +153,37 @@ class TinyNetwork(nn.Module):
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
             wanted: `[B, K]` of the `T` tokens: the last layer is computed for these alone.
+            masks: bools in the place of those of `start`, for each layer but the last and for the last.
         """
-        length = ids.shape[1]
-        positions = torch.arange(at, at + length, device=ids.device)
-        seen = torch.arange(at + length, device=ids.device)
+        positions = torch.arange(at, at + ids.shape[1], device=ids.device)
         first, *spans = start if start.ndim == 3 else (start[:, None] if start.ndim == 1 else start,)
-        allowed = (seen[None, None] <= positions[None, :, None]) & (seen[None, None] >= first[:, :, None])
-        offset: Tensor | int = 0
-        for begin, end in zip(spans[::2], spans[1::2], strict=True):
-            allowed |= (seen[None, None] >= begin[:, :, None]) & (seen[None, None] < end[:, :, None])
-            offset = offset + end - begin
-        # a padding query sees itself: no NaN
-        allowed = allowed | (seen[None, None] == positions[None, :, None])
-        mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)
-        mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
+        offset = sum((end - begin for begin, end in zip(spans[::2], spans[1::2], strict=True)), start=0)
         x = self.embedding(ids) + self.position((positions[None] - first).clamp(min=0) + offset)
+        mask, of_last = masks or self._masks(positions, at, first, spans, wanted)
         for index, block in enumerate(self.blocks):
-            here = wanted if index + 1 == len(self.blocks) else None
+            here = None
+            if index + 1 == len(self.blocks):
+                mask, here = of_last, wanted
             if block.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, None, 0, here, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, mask, None if cache is None else cache[index], at, here)
         normalised: Tensor = self.norm(x)
         return normalised
+
+    def _masks(
+        self, positions: Tensor, at: int, first: Tensor, spans: list[Tensor], wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        seen = torch.arange(at + len(positions), device=positions.device)
+        allowed = (seen <= positions[:, None]) & (seen >= first[:, :, None])
+        for begin, end in zip(spans[::2], spans[1::2], strict=True):
+            allowed |= (seen >= begin[:, :, None]) & (seen < end[:, :, None])
+        allowed = allowed | (seen == positions[:, None])  # a padding query sees itself: no NaN
+        mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=positions.device)
+        mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
+        if wanted is None:
+            return mask, mask
+        return mask, mask.gather(2, wanted[:, None, :, None].expand(-1, -1, -1, mask.shape[3]))
 
 
 class TinyEngine:

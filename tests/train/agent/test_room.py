@@ -8,11 +8,11 @@ from shoal.train.agent.trainer import AgentTrainer
 
 ROOM = {
     "trainer.py", "update.py", "optimizer.py", "algorithms/advantages.py", "algorithms/losses.py", "batch/samples.py",
-    "batch/packing.py", "policies/policy.py", "processes/distributed.py",
+    "batch/packing.py", "policies/policy.py", "policies/attention.py", "processes/distributed.py",
 }  # fmt: skip
 
 
-def test_the_learning_half_of_an_iteration_passes_nine_files_of_the_room_and_the_network(
+def test_the_learning_half_of_an_iteration_passes_ten_files_of_the_room_and_the_network(
     tmp_path, monkeypatch
 ):
     settings = ["algorithm=grpo", "algorithm.filter_groups.enable=false", "warmup.rehearsal=0"]

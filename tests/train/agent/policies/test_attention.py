@@ -1,4 +1,4 @@
-"""Attention in parts, beside one through a mask."""
+"""Attention block by block, beside one through a mask."""
 
 import numpy as np
 import pytest
@@ -36,12 +36,12 @@ def mask_of():
     return mask
 
 
-def test_attention_in_parts_is_that_through_the_mask_with_its_gradients():
+def test_attention_in_blocks_is_that_through_the_mask_with_its_gradients():
     draw = torch.Generator().manual_seed(0)
     mask, starts = mask_of(), torch.tensor([STARTS, *FIRST, *SECOND])
     query, key, value, weight = torch.randn(4, 3, 2, 9, 4, generator=draw, dtype=torch.float64).unbind()
     weight *= torch.tensor([[place < length for place in range(9)] for length in LENGTHS])[:, None, :, None]
-    parts = RowMask.of(mask, starts, torch.tensor(LENGTHS))
+    parts = RowMask.of(starts, torch.tensor(LENGTHS))
     found = []
     for given in (mask, parts):
         inputs = [each.clone().requires_grad_() for each in (query, key, value)]
@@ -49,15 +49,65 @@ def test_attention_in_parts_is_that_through_the_mask_with_its_gradients():
         assert type(answer) is torch.Tensor
         (answer * weight).sum().backward()
         found.append([answer * (weight != 0), *(each.grad for each in inputs)])
-    assert parts.used
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
     assert type(parts[:, :, 1:]) is torch.Tensor
-    torch.testing.assert_close(parts[:, :, 1:], mask[:, :, 1:])
+    assert parts.shape == mask.shape
+
+
+def test_queries_may_be_few_of_the_tokens():
+    draw = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(3, 3, 2, 9, 4, generator=draw, dtype=torch.float64).unbind()
+    parts = RowMask.of(torch.tensor([STARTS, *FIRST, *SECOND]), torch.tensor(LENGTHS))
+    whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_of())
+    places = torch.tensor(
+        [[1, 4, 6, 0], [0, 5, 7, 1], [8, 0, 1, 2]]
+    )  # the last of each row, or three, do not count
+    few = query.gather(2, places[:, None, :, None].expand(-1, 2, -1, 4))
+    found = F.scaled_dot_product_attention(few, key, value, attn_mask=parts.at(places))
+    for row, asked in enumerate(([1, 4, 6], [0, 5, 7], [8])):
+        torch.testing.assert_close(found[row, :, : len(asked)], whole[row][:, asked])
+    assert not found[:, :, 3].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_many_blocks_are_read_as_their_definition_says(seed):
+    """Branches of branches, some shorter and some longer than a block."""
+    rng = np.random.default_rng(seed)
+    stems, samples = [()], []
+    for _ in range(40):
+        stem = stems[rng.integers(len(stems))]
+        stem = stem[: rng.integers(len(stem) + 1)]
+        ids = stem + tuple(rng.integers(0, 9, rng.integers(2, 150 if rng.random() < 0.2 else 20)).tolist())
+        stems.append(ids[:-1])
+        samples.append(Sample(ids, np.arange(max(1, len(stem)), len(ids)), {}))
+    for micro in micro_batches(samples, 1500, 0, "cpu", "packed", BY_PARTS):
+        starts = micro.starts if micro.starts.ndim == 3 else micro.starts[None]
+        batch, length = micro.ids.shape
+        first, *spans = starts[..., None]
+        place = torch.arange(length)
+        mask = (place <= place[:, None]) & (place >= first)
+        for begin, end in zip(spans[::2], spans[1::2], strict=True):
+            mask |= (place >= begin) & (place < end)
+        draw = torch.Generator().manual_seed(seed)
+        query, key, value = torch.randn(3, batch, 1, length, 2, generator=draw, dtype=torch.float64).unbind()
+        parts = RowMask.of(starts, micro.lengths)
+        assert max(map(len, parts.blocks)) > 1
+        real = place < micro.lengths[:, None]
+        whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])[:, 0]
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=parts)[:, 0]
+        torch.testing.assert_close(found[real], whole[real])
+        asked = micro.where.byte().argsort(dim=1, descending=True, stable=True)[
+            :, : int(micro.where.sum(1).max())
+        ]
+        counts = torch.arange(asked.shape[1]) < micro.where.sum(1)[:, None]
+        few = query.gather(2, asked[:, None, :, None].expand(-1, 1, -1, 2))
+        found = F.scaled_dot_product_attention(few, key, value, attn_mask=parts.at(asked))[:, 0]
+        torch.testing.assert_close(found[counts], whole[micro.where])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_reads_packed_rows_in_parts(checkpointing, monkeypatch):
+def test_a_model_reads_packed_rows_in_blocks(checkpointing, monkeypatch):
     """Log-probs and gradients are those of a mask, also where layers are computed again."""
     policy, rng = policy_of(llama_engine()), np.random.default_rng(4)
     stem = tuple(rng.integers(6, 200, 20).tolist())

@@ -67,7 +67,7 @@ def test_models_with_causal_attention_pass():
         policy_of(TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1)),
     ]
     # not where a window slides
-    assert [engine.sharing for engine in engines] == [BY_PARTS, BY_PARTS, BY_PARTS, None, BY_MASK]
+    assert [engine.sharing for engine in engines] == [BY_PARTS, BY_PARTS, BY_PARTS, None, BY_PARTS]
     for engine in engines:
         assert packing_fault(engine) is None
         assert safe_batching(engine, "packed") == "packed"

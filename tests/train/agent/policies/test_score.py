@@ -54,8 +54,8 @@ def test_the_last_layer_of_the_places_that_are_scored_is_that_of_all_places(star
     start = torch.zeros(5, 1, dtype=torch.int64)
     if starts != "none":
         start = torch.where(torch.arange(24) < 9, 0, 9).expand(5, 24)
-    if starts == "prefixes":  # the second branch goes on from places 2 to 5 of the row
-        start = torch.stack([start, torch.where(start == 9, 2, 0), torch.where(start == 9, 5, 0)])
+    if starts == "prefixes":  # the second branch goes on from the first five places of the row
+        start = torch.stack([start, torch.zeros_like(start), torch.where(start == 9, 5, 0)])
     given = None if starts == "none" else start
     found, gradients = [], []
     for hidden in (

@@ -186,7 +186,7 @@ class MicroBatch:
     starts: Tensor | None = None
     """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes
     `[1 + 2 S, B, T]`: where the branch of each token starts, and the first place and end of each of the up to S pieces
-    of the row that it goes on from (equal: none)."""
+    of the row, beginnings of other branches, that it goes on from (both 0: none)."""
     inputs: Mapping[str, Tensor] | None = None
     """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
     of one row) and what it knows of images."""

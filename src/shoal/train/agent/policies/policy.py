@@ -23,7 +23,8 @@ from shoal.maths.noise import torch_noise
 from shoal.samplers.models import INVARIANT
 from shoal.samplers.sampler import of_inner
 from shoal.train.agent.algorithms.losses import entropy_of
-from shoal.train.agent.batch.packing import BY_MASK, MicroBatch, Sharing
+from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, MicroBatch, Sharing
+from shoal.train.agent.policies.attention import RowMask
 from shoal.train.agent.processes.weights import fill
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,11 @@ class TinyPolicy(Policy):
     """A `TinyNetwork` and its vocabulary."""
 
     module: Any
-    sharing = BY_MASK
+
+    @property
+    def sharing(self) -> Sharing:
+        """See `Policy.sharing`."""
+        return BY_PARTS if next(self.module.parameters()).device.type == "cpu" else BY_MASK
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
@@ -144,17 +149,22 @@ class TinyPolicy(Policy):
 
     def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.hidden`."""
-        del lengths  # padding is on the right, where nothing that counts looks
         if starts is None:
-            starts = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
+            starts = torch.zeros_like(ids)
+        masks = None
+        if ids.device.type == "cpu":  # each part is a call, dear on a GPU
+            whole = RowMask.of(starts if starts.ndim == 3 else starts[None], lengths)
+            masks = whole, whole
         predicting = where.roll(-1, 1)  # the first column is False
         counts = predicting.sum(1)
         most = int(counts.max())
         if 2 * most > where.shape[1]:
-            hidden: Tensor = self.module.hidden(ids, starts)
+            hidden: Tensor = self.module.hidden(ids, starts, masks=masks)
             return hidden[predicting]
         wanted = predicting.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        hidden = self.module.hidden(ids, starts, wanted=wanted)
+        if masks is not None:
+            masks = whole, whole.at(wanted)
+        hidden = self.module.hidden(ids, starts, wanted=wanted, masks=masks)
         return hidden[torch.arange(most, device=ids.device) < counts[:, None]]
 
     @property
