@@ -30,7 +30,7 @@ SHOWN = (
 def preset_table() -> str:
     """A row a preset: its paper, and setting by setting what it sets."""
     rows = [
-        "| preset | paper | advantage | loss, clips | mean over | KL | and otherwise than `grpo` |",
+        "| preset | paper | advantage | loss, clips | mean over | KL | other differences from `grpo` |",
         "|---|---|---|---|---|---|---|",
     ]
     plain = settings_of("grpo")

@@ -684,7 +684,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def stats(self) -> dict[str, Any]:
         """What is known of speed, memory and failures.
 
-        `steps` counts steps of all environments together and `step_seconds` is the mean time of one;
+        `steps` counts steps of all environments together, those of `step` alone, and `step_seconds` is the mean time of
+        one;
         `restarts` and `failures` count per env; `workers` has a row with pid and memory for each process.
         """
         return {

@@ -7,8 +7,8 @@ from tests.samplers.huggingface.test_huggingface import make_engine
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import (
+    BY_BLOCKS,
     BY_MASK,
-    BY_PARTS,
     Segment,
     length_of,
     micro_batches,
@@ -129,7 +129,7 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
         assert segment.shared[0] == 0
         assert len(segment.shared) == len(segment.members)
         assert len(segment.members) == 1 or length_of(segment, lengths) <= max_tokens
-    plan = plan_rows(ids, firsts, max_tokens, "packed", BY_PARTS)
+    plan = plan_rows(ids, firsts, max_tokens, "packed", BY_BLOCKS)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
     for batching, sharing in (("padded", BY_MASK), ("packed", None)):
         rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, sharing) for row in batch]
@@ -151,7 +151,7 @@ def test_a_prefix_of_less_than_a_quarter_of_a_sample_is_not_shared_and_few_token
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
     assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
-    for sharing, saved in ((BY_MASK, 0), (BY_PARTS, 50)):  # of 810 tokens
+    for sharing, saved in ((BY_MASK, 0), (BY_BLOCKS, 50)):  # of 810 tokens
         rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", sharing) for row in batch]
         assert sum(sum(segment.shared) for row in rows for segment in row) == saved
 
@@ -160,9 +160,9 @@ def test_long_answers_to_one_prompt_share_it_too():
     """Two groups of eight; the prompt is less than half of a sample."""
     prompts = [tuple(range(begin, begin + 60)) for begin in (100, 300)]
     ids = [(*prompt, *range(1000 * i, 1000 * i + 90)) for prompt in prompts for i in range(1, 9)]
-    # Four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token. In parts, a row
-    # takes a whole group.
-    for sharing, left_out in ((BY_MASK, 12), (BY_PARTS, 14)):
+    # Four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token. Where attention
+    # goes by blocks, a row takes a whole group.
+    for sharing, left_out in ((BY_MASK, 12), (BY_BLOCKS, 14)):
         rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", sharing) for row in batch]
         assert (
             sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - left_out * 59

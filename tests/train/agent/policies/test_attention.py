@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from tests.rollout.doubles import llama_engine
 
-from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, micro_batches
+from shoal.train.agent.batch.packing import BY_BLOCKS, BY_MASK, micro_batches
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.policies.attention import RowMask
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy
@@ -60,9 +60,8 @@ def test_queries_may_be_few_of_the_tokens():
     query, key, value = torch.randn(3, 3, 2, 9, 4, generator=draw, dtype=torch.float64).unbind()
     parts = RowMask.of(torch.tensor([STARTS, *FIRST, *SECOND]), torch.tensor(LENGTHS))
     whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_of())
-    places = torch.tensor(
-        [[1, 4, 6, 0], [0, 5, 7, 1], [8, 0, 1, 2]]
-    )  # the last of each row, or three, do not count
+    # Those behind the first that does not ascend do not count.
+    places = torch.tensor([[1, 4, 6, 0], [0, 5, 7, 1], [8, 0, 1, 2]])
     few = query.gather(2, places[:, None, :, None].expand(-1, 2, -1, 4))
     found = F.scaled_dot_product_attention(few, key, value, attn_mask=parts.at(places))
     for row, asked in enumerate(([1, 4, 6], [0, 5, 7], [8])):
@@ -81,7 +80,7 @@ def test_rows_of_many_blocks_are_read_as_their_definition_says(seed):
         ids = stem + tuple(rng.integers(0, 9, rng.integers(2, 150 if rng.random() < 0.2 else 20)).tolist())
         stems.append(ids[:-1])
         samples.append(Sample(ids, np.arange(max(1, len(stem)), len(ids)), {}))
-    for micro in micro_batches(samples, 1500, 0, "cpu", "packed", BY_PARTS):
+    for micro in micro_batches(samples, 1500, 0, "cpu", "packed", BY_BLOCKS):
         starts = micro.starts if micro.starts.ndim == 3 else micro.starts[None]
         batch, length = micro.ids.shape
         first, *spans = starts[..., None]
@@ -117,14 +116,14 @@ def test_a_model_reads_packed_rows_in_blocks(checkpointing, monkeypatch):
         )
         for shared, own in ((0, 9), (20, 7), (20, 5), (18, 6), (0, 30), (12, 8))
     ]
-    assert policy.sharing is BY_PARTS
+    assert policy.sharing is BY_BLOCKS
     found = []
-    for sharing in (BY_PARTS, BY_MASK):
+    for sharing in (BY_BLOCKS, BY_MASK):
         monkeypatch.setattr(HuggingFacePolicy, "sharing", sharing)
         policy.module.zero_grad()
         said = []
         with training_mode(policy.module, checkpointing):
-            for micro in micro_batches(samples, 70, policy.pad_id, "cpu", "packed", BY_PARTS):
+            for micro in micro_batches(samples, 70, policy.pad_id, "cpu", "packed", BY_BLOCKS):
                 assert micro.starts is not None
                 logprobs = score(policy, micro, 1.0).logprobs
                 logprobs.square().sum().backward()
@@ -133,3 +132,15 @@ def test_a_model_reads_packed_rows_in_blocks(checkpointing, monkeypatch):
         found.append((torch.cat(said), gradient))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_that_reads_the_values_of_a_mask_gets_them():
+    policy = policy_of(llama_engine())
+
+    def changed(layer, args, settings):
+        mask = settings["attention_mask"]
+        return args, settings | {"attention_mask": None if mask is None else mask[:, :, :, :]}
+
+    for layer in policy.module.get_decoder().layers:
+        layer.register_forward_pre_hook(changed, with_kwargs=True)
+    assert policy.sharing is BY_MASK

@@ -11,7 +11,7 @@ from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, token_values
+from shoal.train.agent.batch.packing import BY_BLOCKS, BY_MASK, token_values
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.policies.huggingface import HuggingFacePolicy, packing_fault, safe_batching
 from shoal.train.agent.policies.loading import policy_of
@@ -67,7 +67,7 @@ def test_models_with_causal_attention_pass():
         policy_of(TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1)),
     ]
     # not where a window slides
-    assert [engine.sharing for engine in engines] == [BY_PARTS, BY_PARTS, BY_PARTS, None, BY_PARTS]
+    assert [engine.sharing for engine in engines] == [BY_BLOCKS, BY_BLOCKS, BY_BLOCKS, None, BY_BLOCKS]
     for engine in engines:
         assert packing_fault(engine) is None
         assert safe_batching(engine, "packed") == "packed"

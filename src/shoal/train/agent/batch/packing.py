@@ -32,7 +32,7 @@ class Sharing(NamedTuple):
 
 BY_MASK = Sharing(512, 0.75)
 """Attention makes all scores of a row: it grows with the square of a row, and a mask costs time."""
-BY_PARTS = Sharing(float("inf"), 1.0)
+BY_BLOCKS = Sharing(float("inf"), 1.0)
 """Attention looks at no other sample."""
 
 

@@ -139,10 +139,11 @@ def _block(parts: list[Part], firsts: list[int]) -> Block:
 
 def _at(block: Block, places: list[int]) -> Block:
     """A block with these of its queries."""
-    mask = block.mask
-    if mask is None:
-        mask = torch.ones(block.size, block.size, dtype=torch.bool).tril()
-    return block._replace(asked=len(places), mask=mask[places])
+    if block.mask is None:
+        mask = torch.arange(block.size) <= torch.tensor(places)[:, None]
+    else:
+        mask = block.mask[places]
+    return block._replace(asked=len(places), mask=mask)
 
 
 def _attend(
@@ -160,11 +161,13 @@ def _attend(
         for own, block in enumerate(row):
             if not block.asked:
                 continue
-            read, seen = (
+            own_keys, own_values = (
                 torch.cat([*(each[n][:, :, begin:end] for n, begin, end in block.keys), each[own]], 2)
                 for each in (keys, values)
             )
             allowed = {"is_causal": True} if block.mask is None else {"attn_mask": block.mask}
-            found.append(F.scaled_dot_product_attention(queries[own], read, seen, **allowed, **settings))
+            found.append(
+                F.scaled_dot_product_attention(queries[own], own_keys, own_values, **allowed, **settings)
+            )
         rows.append(torch.cat([*found, torch.zeros_like(queries[-1])], 2))
     return torch.cat(rows)

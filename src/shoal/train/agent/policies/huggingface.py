@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.models import INVARIANT, looks_back
-from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, Batching, MicroBatch, Sharing, token_values
+from shoal.train.agent.batch.packing import BY_BLOCKS, BY_MASK, Batching, MicroBatch, Sharing, token_values
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.policies.attention import RowMask
 from shoal.train.agent.policies.policy import Inputs, Policy, score
@@ -88,12 +88,12 @@ class HuggingFacePolicy(Policy):
         starts = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
         prefixes = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
         spans, lengths = torch.cat([starts[None], prefixes]), torch.tensor([7])
-        parts = self._implementation == "sdpa" and device.type == "cpu"  # each part is a call, dear on a GPU
+        calls = self._implementation == "sdpa" and device.type == "cpu"  # one a block: dear on a GPU
         try:
             decoder: Any = self.module.get_decoder()  # type: ignore[operator]
             with torch.no_grad():
                 expected = decoder(**_reads(apart, lengths, None), use_cache=False).last_hidden_state[:, 2:]
-                for sharing in (BY_PARTS, BY_MASK) if parts else (BY_MASK,):
+                for sharing in (BY_BLOCKS, BY_MASK) if calls else (BY_MASK,):
                     reads = _reads(joined, lengths, spans, self._implementation, sharing=sharing)
                     found = decoder(**reads, use_cache=False).last_hidden_state[0, 2:]
                     gap = (found - expected.flatten(0, 1)).abs().max()
@@ -170,20 +170,20 @@ def _reads(
     """What a model reads of rows without their last column, but for images.
 
     Padding on the right needs no mask: attention that counts never looks there. Packed samples differ in their
-    positions; prefixes and branches, samples with positions of their own, and attention in parts have a mask of ours.
+    positions; prefixes and branches, samples with positions of their own, and attention in blocks have a mask of ours.
     """
     if starts is None and inputs is None:
         return {"input_ids": ids[:, :-1]}
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
     starts = torch.zeros_like(ids) if starts is None else starts
-    if starts.ndim == 2 and inputs is None and sharing is not BY_PARTS:
+    if starts.ndim == 2 and inputs is None and sharing is not BY_BLOCKS:
         return {"input_ids": ids[:, :-1], "position_ids": places - starts[:, :-1]}
     starts = (starts if starts.ndim == 3 else starts[None])[:, :, :-1]
     first, *spans = starts
     positions = places - first + sum(end - begin for begin, end in zip(spans[::2], spans[1::2], strict=True))
     if inputs is not None:
         positions = inputs["position_ids"][..., :-1]
-    if sharing is BY_PARTS:
+    if sharing is BY_BLOCKS:
         mask: Tensor = RowMask.of(starts, lengths)
     else:
         seen = (places <= places[:, None]) & (places >= first[..., None])

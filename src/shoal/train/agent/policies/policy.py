@@ -23,7 +23,7 @@ from shoal.maths.noise import torch_noise
 from shoal.samplers.models import INVARIANT
 from shoal.samplers.sampler import of_inner
 from shoal.train.agent.algorithms.losses import entropy_of
-from shoal.train.agent.batch.packing import BY_MASK, BY_PARTS, MicroBatch, Sharing
+from shoal.train.agent.batch.packing import BY_BLOCKS, BY_MASK, MicroBatch, Sharing
 from shoal.train.agent.policies.attention import RowMask
 from shoal.train.agent.processes.weights import fill
 
@@ -141,7 +141,7 @@ class TinyPolicy(Policy):
     @property
     def sharing(self) -> Sharing:
         """See `Policy.sharing`."""
-        return BY_PARTS if next(self.module.parameters()).device.type == "cpu" else BY_MASK
+        return BY_BLOCKS if next(self.module.parameters()).device.type == "cpu" else BY_MASK
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
@@ -152,7 +152,7 @@ class TinyPolicy(Policy):
         if starts is None:
             starts = torch.zeros_like(ids)
         masks = None
-        if ids.device.type == "cpu":  # each part is a call, dear on a GPU
+        if ids.device.type == "cpu":  # a call a block: dear on a GPU
             whole = RowMask.of(starts if starts.ndim == 3 else starts[None], lengths)
             masks = whole, whole
         predicting = where.roll(-1, 1)  # the first column is False
