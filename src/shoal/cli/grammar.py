@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import sys
 import threading
 import time
@@ -247,14 +248,19 @@ def episodes_played(
 ) -> Iterator[Callable[[int, int], None]]:
     """Progress of episodes: the block gets a function of (played, total), first those that a folder had kept.
 
+    Ctrl-C in the block says what the folder keeps, and how to go on.
+
     Args:
         loading: what is done before that is known.
         folder: that may have kept some.
         bar: as of `Progress`.
     """
+    state = ""
     with Progress(loading, sys.stderr, bar=bar) as progress:
 
         def told(played: int, total: int) -> None:
+            nonlocal state
+            state = f"{played} of {total} episodes"
             if progress.what == loading and played:
                 kept = f"{counted(played, 'episode')} of {folder} were played before and are kept"
                 print(kept, file=sys.stderr, flush=True)
@@ -262,7 +268,13 @@ def episodes_played(
             if played:
                 progress.at(played / total, f"{played}/{total} episodes")
 
-        yield told
+        try:
+            yield told
+        except KeyboardInterrupt:
+            if folder is None or not state:
+                raise
+            again = f"the same command with --out {shlex.quote(str(folder))} goes on"
+            raise KeyboardInterrupt(f"{state} are kept in {folder}: {again}") from None
 
 
 def wide_console() -> Any:

@@ -89,8 +89,9 @@ def _code_of(arguments: list[str]) -> int:
             code = _run(arguments)
             sys.stdout.flush()
             return 128 + got[0] if got and code == 130 else code
-        except KeyboardInterrupt:
-            print(f"shoal: interrupted; what was saved is kept: {AGAIN}", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            kept = str(interrupt) or f"what was saved is kept: {AGAIN}"
+            print(f"shoal: interrupted; {kept}", file=sys.stderr)
             return 128 + (got[0] if got else signal.SIGINT)
         except BrokenPipeError:  # the reader has enough, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail

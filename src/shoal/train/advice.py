@@ -220,7 +220,7 @@ def _at_limit(run: Run) -> str:
     if closing:
         remedy = (
             "agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before it. "
-            "Lower agent_proxy.max_tokens to the tokens of one action, or use another closing."
+            "Lower agent_proxy.max_tokens if the longest action takes fewer tokens, or use another closing."
         )
     return f"Answers have {tokens:.3g} tokens on average, and the limit is {limit}: {remedy}"
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
 from tests.samplers.definitions import by_definition, check_answers
-from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MambaConfig, MptConfig, Qwen3NextConfig
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.samplers.huggingface import caches
@@ -232,6 +232,13 @@ def test_a_token_that_the_network_does_not_know_is_named():
     prompt = engine.tokenizer.start([{"role": "user", "content": "a lamp"}])
     with pytest.raises(EngineError, match=r"has token 258, and the network knows 258: its tokenizer"):
         engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(2))])
+
+
+def test_a_network_without_keys_and_values_is_refused_by_name(engine):
+    config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
+    states = HuggingFaceEngine(AutoModelForCausalLM.from_config(config), byte_tokenizer())
+    with pytest.raises(EngineError, match="MambaForCausalLM keeps a state in the place of keys and values"):
+        states.generate(requests(engine, 1))
 
 
 @pytest.mark.parametrize(

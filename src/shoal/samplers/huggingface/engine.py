@@ -8,6 +8,7 @@ a batch; on a GPU `slots` writes them, one CUDA graph a step.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import shutil
@@ -137,6 +138,7 @@ class HuggingFaceEngine:
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
+        self._refuse_stateful()
         if self._decoder is not None:
             return [future.result() for future in self._decoder.submit(requests)]
         with self._alone:
@@ -279,6 +281,16 @@ class HuggingFaceEngine:
         for array, members in zip(logprobs, groups, strict=True):
             for row in members:
                 row.take(array)
+
+    def _refuse_stateful(self) -> None:
+        """Refuse a network that takes no cache of keys and values: with one that it ignores, answers would be wrong."""
+        takes = inspect.signature(self.model.forward).parameters
+        if "past_key_values" not in takes and {"cache_params", "state"} & takes.keys():
+            raise EngineError(
+                f"{type(self.model).__name__} keeps a state in the place of keys and values, and shoal samples from "
+                "models that take past_key_values alone: use a transformer, or a server that runs this model "
+                "(engine.name=openai)"
+            )
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -315,7 +315,7 @@ class Warmup:
 
     steps: int | Literal["auto"] = 0
     """Gradient steps before the first iteration; 0 for none. `auto`: 20, if less than half of the answers in a probe of
-    64 turns hold an action; else none."""
+    64 turns or a few more (groups are played to their end) hold an action; else none."""
     batch_size: int = 64
     """Samples of a step."""
     learning_rate: float = 1e-3

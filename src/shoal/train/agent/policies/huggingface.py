@@ -233,7 +233,7 @@ def packing_fault(policy: Policy, rows: int = 0) -> str | None:
     if not leak <= 1e-6:
         return (
             f"a sample's log-probs change by {leak:.2g} with the sample before it in the row (recurrent or "
-            f"linear-attention layers, or a mask that is ignored)"
+            f"linear-attention layers, positions counted along the row, or a mask that is ignored)"
         )
     gap = max(float(np.abs(a - b).max()) for a, b in zip(packed, alone, strict=True))
     if not gap <= tolerance:

@@ -159,7 +159,10 @@ def with_tokens(config: AgentConfig, found: Any) -> AgentConfig:
 def _refuse_change(path: Path, begun: Any, wanted: dict[str, Any]) -> None:
     difference = first_change(begun, json.loads(json.dumps(wanted)))
     if difference:
-        raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
+        raise DataError(
+            f"{path} is of a run with other settings: {difference}. Give the settings that it began with, an "
+            "algorithm=PRESET too (the run's config.yaml holds all of them), or use another run_dir"
+        )
 
 
 def load_checkpoint(
