@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -97,10 +98,24 @@ def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
     assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]
 
 
-def test_processes_of_this_machine_take_over_where_ray_is_shut_down(cluster, caplog):
-    """The last test: it ends the connection of the others."""
+def test_processes_take_over_where_ray_is_shut_down_before_a_worker_has_started(cluster, caplog):
+    """The first test that ends the connection of the others."""
     import ray
 
+    settings = config(n_jobs=2, parallel={"ray_options": {"resources": {"nowhere": 1}}})
+    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
+        begun = manager.begin(4)
+        time.sleep(1.0)
+        ray.shutdown()
+        assert begun.wait() == play("serial")[0]
+    assert "Ray was shut down before it played anything; a process of this machine takes its" in caplog.text
+
+
+def test_processes_of_this_machine_take_over_where_ray_is_shut_down(cluster, caplog):
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False)
     with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
         calm = manager.collect(4)
         ray.shutdown()

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 ROOM_SECONDS = 30.0
 """For which room is waited for that one episode alone needs."""
+LOOK_SECONDS = 1.0
+"""Between looks at whether Ray still runs, while an actor starts."""
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": "SPREAD"}
 """They reserve no CPU by default: two rollouts that keep their actors would wait for each other."""
 
@@ -41,6 +43,17 @@ class RayHost(SlotsHost):
         super().__init__(setup)
         self._ray, self._actor = ray, actor
         self._calls: set[asyncio.Task[None]] = set()
+
+    async def start(self, seconds: float | None) -> int:
+        """Wait until it has its setup; also ends when Ray is shut down, which leaves calls without an answer."""
+        starting = asyncio.ensure_future(super().start(seconds))
+        try:
+            while not (await asyncio.wait([starting], timeout=LOOK_SECONDS))[0]:
+                if not self._ray.is_initialized():
+                    self.lose("Ray was shut down")
+            return await starting
+        finally:
+            starting.cancel()
 
     def _send(self, message: Message) -> None:
         call = asyncio.ensure_future(self._call(encode(message)))
