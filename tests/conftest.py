@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a command takes a thread a core, which would spin on a busy one
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs, and theirs, ignore Ctrl-C
 settings.register_profile(
     "shoal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
