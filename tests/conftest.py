@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs, and theirs, ignore Ctrl-C
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a script's background jobs, and theirs, ignore Ctrl-C
 settings.register_profile(
     "shoal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
