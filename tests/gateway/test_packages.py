@@ -127,11 +127,12 @@ def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is
 
 def advises(tool, field, prompt):
     """Asks the tool for the weather, and answers in the form of a package, with the thing for rain."""
-    asked = prompt.rpartition("I go out.")[2]
-    if re.search(r"(<tool_response>|Observation:)\s+(rain|snow|sun|wind)", asked) is None:
+    told = re.search(r"(?:<tool_response>|Observation:)\s+(\w+)", prompt.rpartition("I go out.")[2])
+    if told is None:
         said = {"name": "weather", "arguments": {}}
     else:
-        said = {field: "umbrella"}
+        advice = {"weather": told[1], "bring": "umbrella"}
+        said = {field: advice} if field else advice
         if tool:
             said = {"name": tool, "arguments": said}
     text = json.dumps(said)
@@ -139,8 +140,8 @@ def advises(tool, field, prompt):
 
 
 WEATHER = [
-    ("agents", "", "bring"),
-    ("pydantic_ai", "final_result", "bring"),
+    ("agents", "", ""),
+    ("pydantic_ai", "final_result", ""),
     ("smolagents", "final_answer", "answer"),
 ]
 

@@ -22,6 +22,10 @@ GROUP, BUDGET, END = 4, 6, 1
 PROMPTS = (5, 2, 7, 3)  # tokens of the prompt of each group
 LENGTHS = ((6, 2, 4, 1), (3, 6, 1, 5), (2, 2, 6, 4), (1, 3, 5, 2))  # tokens of the answers
 REWARDS = ((1.0, 0.0, 0.25, 0.5), (0.0, 1.0, 0.0, 0.0), (0.5, -0.5, 2.0, 0.75), (1.0, 1.0, 1.0, 1.0))
+PLAIN = (
+    "agent_proxy.prompt.prefill=",
+    "agent_proxy.prompt.closing=",
+)  # else no answer is cut: shoal closes it
 CUT = {(0, 0), (1, 1)}  # answers that were stopped at BUDGET tokens: all others end
 
 
@@ -109,7 +113,9 @@ def gradients_of(model):
 def shoals(preset, model, reference, tokenizer, answers, *settings):
     """Metrics and gradients of one update with `algorithm=PRESET`, which leaves the weights as they are."""
     model = copy.deepcopy(model)
-    config = compose_config("base", [f"algorithm={preset}", f"agent_proxy.max_tokens={BUDGET}", *settings])
+    config = compose_config(
+        "base", [f"algorithm={preset}", f"agent_proxy.max_tokens={BUDGET}", *PLAIN, *settings]
+    )
     algorithm = replace(config.algorithm, max_grad_norm=0)  # the gradient as it is
     played = [record(answer) for answer in answers]
     if algorithm.filter_groups.enable:

@@ -130,9 +130,14 @@ def test_trl_sees_the_tokens_their_log_probs_and_masks(make_model, tokenizer, tm
     assert (np.abs(expected) > 0.1).any()
 
 
-def test_log_probs_of_the_rollout_are_those_of_trl(make_model, tokenizer, tmp_path):
+@pytest.mark.parametrize("trained", [False, True])
+def test_log_probs_of_the_rollout_are_those_of_trl(trained, make_model, tokenizer, tmp_path):
+    """Those of its weights as they are now, which its fused optimizer has changed."""
     with TRLRollout(config(), backend="serial") as rollout:
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, temperature=0.7)
+        if trained:
+            trainer.train()
+            assert {call.weights_version for t in rollout.trajectories for call in t.calls} == {1}
         inputs = [dict(row) for row in rollout.dataset(2) for _ in range(4)]
         trainer.model.train()
         batch = trainer._generate_and_score_completions(inputs)

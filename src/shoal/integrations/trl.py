@@ -177,6 +177,8 @@ class TRLRollout(Closing):
             self._manager = ParallelRolloutManager(
                 self.config, _engine(model, trainer.processing_class, self._max_batch), backend=self._backend
             )
+        engine: Any = self._manager.engine
+        engine.weights_version = int(trainer.state.global_step)
         return self._manager
 
 

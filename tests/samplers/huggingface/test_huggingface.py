@@ -136,12 +136,15 @@ def test_without_a_store_every_token_is_computed_and_the_same_is_written():
     assert plain.prefixes.tokens == 0
 
 
-@pytest.mark.parametrize("how", ["in place", "by name"])
+@pytest.mark.parametrize("how", ["by an optimizer", "in place", "by name"])
 def test_nothing_computed_with_other_weights_is_used(how):
     engine = make_engine()
     play_turns(engine)
     weight = engine.model.model.layers[0].self_attn.v_proj.weight
-    if how == "in place":
+    if how == "by an optimizer":
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+    elif how == "in place":
         with torch.no_grad():
             weight.mul_(-2.0)
     else:

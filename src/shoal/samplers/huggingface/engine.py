@@ -31,6 +31,7 @@ from shoal.samplers.tokenizers import TemplateTokenizer, first_difference, read_
 with needs_extra("the Hugging Face sampler", "llm"):
     import torch
     from torch import Tensor, nn
+    from torch.optim.optimizer import register_optimizer_step_post_hook
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from shoal.samplers.huggingface.caches import (
@@ -49,6 +50,15 @@ with needs_extra("the Hugging Face sampler", "llm"):
 logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
 """Names of what `load_adapter` puts on a model; there are two for a moment."""
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give what an optimizer has stepped a new version, which fused kernels do not."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.autograd.graph.increment_version([w for w in weights if not hasattr(w, "full_tensor")])
+
+
+register_optimizer_step_post_hook(_count_step)  # of all optimizers of this process
 
 
 class HuggingFaceEngine:
