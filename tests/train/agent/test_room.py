@@ -24,7 +24,8 @@ def test_the_learning_half_of_an_iteration_passes_ten_files_of_the_room_and_the_
         def traced(*arguments):
             with tracer.piece() as passed:
                 row, samples = learn(*arguments)
-            seen.append(passed.files(leave_out=("core/",)))
+            # the latter counts the steps of every optimizer, once another test has imported it
+            seen.append(passed.files(leave_out=("core/", "samplers/huggingface/engine.py")))
             return row, samples
 
         monkeypatch.setattr(trainer, "_learn", traced)

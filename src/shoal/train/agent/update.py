@@ -209,7 +209,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
             with autocast(network.model, algorithm.precision):
-                return network(micro.ids, micro.lengths, micro.where, micro.starts)  # type: ignore[no-any-return]
+                return micro.by_token(network(micro.ids, micro.lengths, micro.where, micro.starts))
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[Floats]:
@@ -424,7 +424,7 @@ def token_loss(
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
     with autocast(critic.model, config.precision):
-        values = critic(micro.ids, micro.lengths, micro.where, micro.starts)
+        values = micro.by_token(critic(micro.ids, micro.lengths, micro.where, micro.starts))
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())

@@ -278,7 +278,7 @@ def likeliest(model: Any, samples: Sequence[Any], pad_id: int, micro_batch_token
     read = [_laid(one, np.arange(max(1, len(one.prompt_ids)), len(one.input_ids)), {}) for one in samples]
 
     def right(micro: MicroBatch) -> torch.Tensor:
-        return policy.logits(*micro.read).argmax(-1) == micro.targets
+        return micro.by_token(policy.logits(*micro.read).argmax(-1)) == micro.targets
 
     found = token_values(read, right, micro_batch_tokens, pad_id, device, "padded")
     return [bool(tokens.all()) for tokens in found]

@@ -37,7 +37,7 @@ def make_samples_of(lengths, seed=0):
 def numbers_of(lengths, max_tokens, batching):
     """The rows of samples that have nothing in common, as numbers."""
     ids = [tuple(range(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
-    plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, BY_MASK)
+    plan = plan_rows(ids, max_tokens, batching, BY_MASK)
     return [[[i for segment in row for i in segment.members] for row in batch] for batch in plan]
 
 
@@ -116,43 +116,43 @@ families = st.lists(
 
 
 @given(families, st.integers(1, 200), st.integers(0, 9))
-def test_pieces_share_only_what_stands_before_the_first_trained_token(families, max_tokens, seed):
-    samples = make_families(families, seed)
-    ids, firsts = [s.ids for s in samples], [int(s.trained[0]) for s in samples]
+def test_pieces_share_what_they_begin_with(families, max_tokens, seed):
+    ids = [sample.ids for sample in make_families(families, seed)]
+    ids += ids[::3]  # and some are there twice
     lengths = [len(i) for i in ids]
-    segments = share_prefixes(ids, firsts, max_tokens)
-    assert sorted(i for segment in segments for i in segment.members) == list(range(len(samples)))
+    segments = share_prefixes(ids, max_tokens)
+    assert sorted(i for segment in segments for i in segment.members) == list(range(len(ids)))
     for segment in segments:
         for last, i, shared in zip(segment.members, segment.members[1:], segment.shared[1:], strict=False):
             assert ids[i][:shared] == ids[last][:shared]
-            assert lengths[i] <= 4 * shared < 4 * firsts[i]
+            assert lengths[i] <= 4 * shared
+            assert shared == lengths[i] or ids[i] != ids[last]
         assert segment.shared[0] == 0
         assert len(segment.shared) == len(segment.members)
-        assert len(segment.members) == 1 or length_of(segment, lengths) <= max_tokens
-    plan = plan_rows(ids, firsts, max_tokens, "packed", BY_BLOCKS)
-    assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
+        assert len(segment.members) == 1 or length_of(segment, lengths) <= max(max_tokens, *lengths)
+    plan = plan_rows(ids, max_tokens, "packed", BY_BLOCKS)
+    assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(ids)))
     for batching, sharing in (("padded", BY_MASK), ("packed", None)):
-        rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, sharing) for row in batch]
+        rows = [row for batch in plan_rows(ids, max_tokens, batching, sharing) for row in batch]
         assert not any(any(segment.shared) for row in rows for segment in row)
 
 
 def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     prompt = tuple(range(10, 60))
-    ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
-    segments = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
-    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), (0, 49, 49, 49))]
-    assert length_of(segments[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
+    ids = [(*prompt, 100 + i, 7) for i in range(4)] + [(1, 2)]
+    segments = share_prefixes(ids, 1000)
+    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), (0, 50, 50, 50))]
+    assert length_of(segments[1], [52, 52, 52, 52, 2]) == 50 + 4 * 2
 
 
 def test_a_prefix_of_less_than_a_quarter_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
     short = [(*range(10, 32), *range(i, i + 68)) for i in (200, 400)]
-    assert share_prefixes(short, [23] * 2, 1000) == [Segment((0,)), Segment((1,))]
+    assert share_prefixes(short, 1000) == [Segment((0,)), Segment((1,))]
     rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
-    firsts = [51] * 9
-    assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), (0, 50))
+    assert share_prefixes(pair + rest, 1000)[0] == Segment((0, 1), (0, 50))
     for sharing, saved in ((BY_MASK, 0), (BY_BLOCKS, 50)):  # of 810 tokens
-        rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", sharing) for row in batch]
+        rows = [row for batch in plan_rows(pair + rest, 1000, "packed", sharing) for row in batch]
         assert sum(sum(segment.shared) for row in rows for segment in row) == saved
 
 
@@ -160,31 +160,47 @@ def test_long_answers_to_one_prompt_share_it_too():
     """Two groups of eight; the prompt is less than half of a sample."""
     prompts = [tuple(range(begin, begin + 60)) for begin in (100, 300)]
     ids = [(*prompt, *range(1000 * i, 1000 * i + 90)) for prompt in prompts for i in range(1, 9)]
-    # Four samples fit into a row of 512: twelve of sixteen leave out the prompt but for its last token. Where attention
-    # goes by blocks, a row takes a whole group.
+    # Four samples fit into a row of 512: twelve of sixteen leave out the prompt. Where attention goes by blocks, a row
+    # takes a whole group.
     for sharing, left_out in ((BY_MASK, 12), (BY_BLOCKS, 14)):
-        rows = [row for batch in plan_rows(ids, [60] * 16, 8192, "packed", sharing) for row in batch]
+        rows = [row for batch in plan_rows(ids, 8192, "packed", sharing) for row in batch]
         assert (
-            sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - left_out * 59
+            sum(length_of(segment, [150] * 16) for row in rows for segment in row) == 16 * 150 - left_out * 60
         )
 
 
 def test_prompts_that_begin_alike_share_instructions_and_equal_ones_all_of_it():
     """Turns of their own: the same instructions, then what is seen, then a question that all end in, and an answer."""
     begin, ask = tuple(range(100, 140)), (1, 2, 3, 4, 5)
-    ids = [(*begin, *range(seen, seen + 8), *ask, said, 9) for seen in (20, 40, 60) for said in (70, 71, 72)]
-    firsts = [len(begin) + 8 + len(ask)] * len(ids)
-    (segment,) = share_prefixes(ids, firsts, 1000)
-    assert segment.shared == (0, 52, 52, 40, 52, 52, 40, 52, 52)
-    # instructions once, what is seen and the question thrice; its last token and the answer 9 times, as it is trained
-    assert length_of(segment, [len(one) for one in ids]) == 40 + 3 * (8 + 4) + 9 * 3
+    ids = [(*begin, *range(seen, seen + 8), *ask, said) for seen in (20, 40, 60) for said in (70, 71, 72)]
+    (segment,) = share_prefixes(ids, 1000)
+    assert segment.shared == (0, 53, 53, 40, 53, 53, 40, 53, 53)
+    # instructions once, what is seen and the question thrice, and 9 answers
+    assert length_of(segment, [len(one) for one in ids]) == 40 + 3 * (8 + 5) + 9
+
+
+def test_equal_prompts_with_one_token_of_answer_each_are_read_once():
+    prompts = [(*range(100, 120), seen) for seen in (1, 2)]
+    samples = [
+        Sample((*prompt, said), np.array([21]), {"advantages": np.float32([said])})
+        for said in (7, 8, 7, 9)
+        for prompt in prompts
+    ]
+    (micro,) = micro_batches(samples, 1000, 0, "cpu", "packed", BY_BLOCKS)
+    assert micro.lengths.tolist() == [20 + 2]
+    assert micro.ids.shape == (1, 20 + 2 + 1)
+    assert micro.where.nonzero()[:, 1].tolist() == [21, 22]  # behind the last token of each prompt
+    assert micro.places.tolist() == [0] * 4 + [1] * 4
+    assert micro.targets.tolist() == micro.columns["advantages"].tolist() == [7, 8, 7, 9] * 2
+    values = token_values(samples, lambda m: m.targets.float(), 1000, 0, "cpu", "packed", BY_BLOCKS)
+    assert [float(one[0]) for one in values] == [sample.ids[-1] for sample in samples]
 
 
 def test_rows_of_shared_samples_are_of_like_length():
     rng = np.random.default_rng(0)
     begin = tuple(range(100, 140))
     ids = [(*begin, *rng.integers(0, 90, 30).tolist()) for _ in range(20)]  # 40 + 20 * 30: more than a row
-    rows = [row for batch in plan_rows(ids, [60] * 20, 8192, "packed", BY_MASK) for row in batch]
+    rows = [row for batch in plan_rows(ids, 8192, "packed", BY_MASK) for row in batch]
     sizes = sorted(sum(length_of(segment, [70] * 20) for segment in row) for row in rows)
     assert len(sizes) == 2
     assert sum(sizes) <= 2 * 40 + 20 * 30  # less where two happen to go on alike
@@ -195,21 +211,23 @@ def test_a_path_has_at_most_so_many_pieces():
     """A comb: each sample goes on from the tooth before, a little further than that one."""
     stem = [*range(100, 400)]
     ids = [(*stem[: 100 + 10 * i], i, *range(20)) for i in range(9)]
-    firsts = [len(one) - 1 for one in ids]
-    (segment,) = share_prefixes(ids, firsts, 100_000)
+    (segment,) = share_prefixes(ids, 100_000)
     assert segment.members == tuple(range(9))
-    samples = [Sample(one, np.array([first]), {}) for one, first in zip(ids, firsts, strict=True)]
+    samples = [Sample((*one, 1), np.array([len(one)]), {}) for one in ids]
     (micro,) = micro_batches(samples, 100_000, 0, "cpu", "packed", sharing=BY_MASK)
     assert micro.starts.shape[0] == 1 + 2 * 3
     assert segment.shared == (0, 100, 110, 120, 120, 120, 120, 120, 120)
 
 
-def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
+@pytest.mark.parametrize("at_once", [100, 3])
+def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine, at_once, monkeypatch):
+    """Also where scores are made of few places at once."""
     assert engine.sharing is not None
     samples = make_families([(20, [3, 5, 1, 4]), (9, [2, 2]), (1, [6])], seed=3)
     vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
+    monkeypatch.setattr("shoal.train.agent.policies.policy.SCORES", at_once * vocabulary)
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
     rng = np.random.default_rng(5)
     stem = tuple(rng.integers(0, vocabulary, 20).tolist())

@@ -1,7 +1,8 @@
 """Samples in rows: micro-batches that go through a network at once.
 
 How samples share rows decides speed and memory, never results: attention stays within a sample, and every token's
-weight in the loss is fixed before.
+weight in the loss is fixed before. The last token of a sample is predicted and not read, and what samples begin with
+is read once: equal prompts with one token of answer each are one prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.train.agent.batch.samples import Column, Floats, Sample, split_tokens
@@ -51,7 +53,6 @@ Row = list[Segment]
 
 def plan_rows(
     ids: Sequence[Sequence[int]],
-    firsts: Sequence[int],
     max_tokens: int,
     batching: Batching,
     sharing: Sharing | None,
@@ -59,8 +60,7 @@ def plan_rows(
     """Micro-batches of rows of segments; each sample is in exactly one segment.
 
     Args:
-        ids: the tokens of each sample.
-        firsts: where the first trained token of each sample stands.
+        ids: the tokens of each sample that are read.
         max_tokens: of a micro-batch, padding included; a segment that is longer is alone in its micro-batch.
         batching: `padded` takes one sample a row, rows of like length together; `packed` as many a row as fit into
             the length of the longest segment.
@@ -75,23 +75,22 @@ def plan_rows(
     if sharing is None or len(ids) < 2:
         return _cut(plain, lengths, max_tokens)
     most = min(max_tokens, max(sharing.row, *lengths))
-    segments = share_prefixes(ids, firsts, most)
+    segments = share_prefixes(ids, most)
     shared = _fill_rows(segments, lengths)
     if len(shared) > 1:  # as many rows, of like length
         joined = [s for s in segments if len(s.members) > 1]
         own = [lengths[i] - n for s in joined for i, n in zip(s.members[1:], s.shared[1:], strict=True)]
         even = -(-_tokens(shared, lengths) // len(shared)) + max(own, default=0)
-        segments = share_prefixes(ids, firsts, min(most, even))
+        segments = share_prefixes(ids, min(most, even))
         shared = min(shared, _fill_rows(segments, lengths), key=partial(_padded, lengths))
     pays = _tokens(shared, lengths) <= sharing.worth * sum(lengths)
     return _cut(shared if pays else plain, lengths, max_tokens)
 
 
-def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: float) -> list[Segment]:
+def share_prefixes(ids: Sequence[Sequence[int]], most: float) -> list[Segment]:
     """Neighbours in the order of the tokens that go on from each other, at most so many tokens together.
 
-    A sample shares a quarter of its tokens or more, none from the one before its first trained one on: what that token
-    predicts must stand behind it in the row.
+    A sample shares a quarter of its tokens or more; an equal one shares all.
     """
     segments: list[Segment] = []
     spans: list[int] = []  # tokens of the last sample at which it leaves the one before
@@ -99,10 +98,12 @@ def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], most: fl
     last: Sequence[int] = ()
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
         own = ids[i]
-        common = _common(last, own, firsts[i] - 1)
-        path = [place for place in spans if place < common] + [common]
-        if len(path) > SPANS:
-            common, path = path[SPANS - 1], path[:SPANS]
+        common = _common(last, own)
+        path = [place for place in spans if place < common]
+        if common < len(own):
+            path.append(common)
+            if len(path) > SPANS:
+                common, path = path[SPANS - 1], path[:SPANS]
         if segments and common and 4 * common >= len(own) and length + len(own) - common <= most:
             segments[-1] = Segment((*segments[-1].members, i), (*segments[-1].shared, common))
             length += len(own) - common
@@ -122,9 +123,9 @@ def length_of(segment: Segment, lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in segment.members) - sum(segment.shared)
 
 
-def _common(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """How many tokens, `limit` at most, two samples begin with alike."""
-    limit = max(0, min(limit, len(one)))
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two samples begin with alike."""
+    limit = min(len(one), len(other))
     if one[:limit] == other[:limit]:
         return limit
     return next(place for place in range(limit) if one[place] != other[place])
@@ -175,14 +176,16 @@ def _cut(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[l
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows padded on the right to one length `T`; `N` tokens of it are trained, in row-major order."""
+    """Rows padded on the right to one length `T`, by one at least; `N` tokens are trained, each at the place before."""
 
     ids: Tensor  # [B, T] int64
     lengths: Tensor  # [B] int64, without the padding
-    where: Tensor  # [B, T] bool, N of them true
+    where: Tensor  # [B, T] bool, true behind each place that predicts trained tokens
     targets: Tensor  # [N] int64
     samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
+    places: Tensor | None = None
+    """Which of the true places of `where` each trained token has, `[N]` int64, ascending; None: each one of its own."""
     starts: Tensor | None = None
     """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes
     `[1 + 2 S, B, T]`: where the branch of each token starts, and the first place and end of each of the up to S pieces
@@ -190,6 +193,10 @@ class MicroBatch:
     inputs: Mapping[str, Tensor] | None = None
     """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
     of one row) and what it knows of images."""
+
+    def by_token(self, values: Tensor) -> Tensor:
+        """`[N]` values of the trained tokens, of those of places."""
+        return values if self.places is None else values.gather(0, self.places)
 
     @property
     def read(self) -> tuple[Any, ...]:
@@ -215,9 +222,8 @@ def _plan(
     samples: Sequence[Sample], max_tokens: int, batching: Batching, sharing: Sharing | None
 ) -> list[list[Row]]:
     plain = all(sample.positions is None for sample in samples)  # else ids do not say all
-    firsts = [int(sample.trained[0]) for sample in samples]
     return plan_rows(
-        [sample.ids for sample in samples], firsts, max_tokens, batching, sharing if plain else None
+        [sample.ids[:-1] for sample in samples], max_tokens, batching, sharing if plain else None
     )
 
 
@@ -243,7 +249,8 @@ def token_values(
                 if idle is not None:
                     compute(_fill([[Segment((0,))]], [idle], pad, device))
                 continue
-            flat = compute(_fill(plan, samples, pad, device))
+            micro = _fill(plan, samples, pad, device)
+            flat = compute(micro)[micro.samples.argsort(stable=True)]
             members = [i for row in plan for segment in row for i in segment.members]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
@@ -253,13 +260,14 @@ def token_values(
 
 def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
     """Lay segments out behind each other in their rows; what a member shares stands with those before it."""
-    sizes = [len(sample.ids) for sample in samples]
+    sizes = [len(sample.ids) - 1 for sample in samples]
     lengths = [_tokens([row], sizes) for row in rows]
-    ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
-    starts = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    width = max(lengths) + 1
+    ids = np.full((len(rows), width), pad, dtype=np.int64)
+    starts = np.tile(np.arange(width), (len(rows), 1))  # padding sees itself alone
     pieces = np.zeros((SPANS, 2, *ids.shape), dtype=np.int64)
-    where = np.zeros(ids.shape, dtype=bool)
     members: list[Sample] = []
+    predicting: list[NDArray[np.int64]] = []  # of each trained token, by number in the whole batch
     for place, row in enumerate(rows):
         end = 0
         for segment in row:
@@ -267,31 +275,39 @@ def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> 
             for number, common in zip(segment.members, segment.shared, strict=True):
                 sample = samples[number]
                 path = _first_tokens(path, common)
-                first, end = end, end + len(sample.ids) - common
-                ids[place, first:end] = sample.ids[common:]
+                first, end = end, end + sizes[number] - common
+                ids[place, first:end] = sample.ids[common:-1]
                 starts[place, first:end] = first
                 for span, (begin, stop) in zip(pieces, path, strict=False):
                     span[0, place, first:end], span[1, place, first:end] = begin, stop
-                where[place, first - common + sample.trained] = True
+                if end > first:
+                    path = [*path, (first, end)]
+                reads = np.concatenate([np.arange(*piece) for piece in path])
+                predicting.append(place * width + reads[sample.trained - 1])
                 members.append(sample)
-                path = [*path, (first, end)]
-    columns = {
-        name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
-        for name in members[0].columns
-    }
+    at = np.concatenate(predicting)
+    order = at.argsort(kind="stable")
+    distinct, places = np.unique(at[order], return_inverse=True)
+    where = np.zeros(ids.size, dtype=bool)
+    where[distinct + 1] = True
     tokens = [len(sample.trained) for sample in members]
+
+    def column(of_samples: Sequence[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(of_samples)[order]).to(device)
+
     used = int((pieces[:, 1] > pieces[:, 0]).any((1, 2)).sum())
     if used:
         starts = np.concatenate([starts[None], *pieces[:used]])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         lengths=torch.tensor(lengths, device=device),
-        where=torch.from_numpy(where).to(device),
-        targets=torch.from_numpy(ids[where]).to(device),
-        samples=torch.from_numpy(np.repeat(np.arange(len(members)), tokens)).to(device),
-        columns=columns,
+        where=torch.from_numpy(where.reshape(ids.shape)).to(device),
+        targets=column([np.asarray(sample.ids)[sample.trained] for sample in members]),
+        samples=column([np.repeat(np.arange(len(members)), tokens)]),
+        columns={name: column([sample.columns[name] for sample in members]) for name in members[0].columns},
+        places=torch.from_numpy(places).to(device) if len(distinct) < len(at) else None,
         starts=torch.from_numpy(starts).to(device) if len(members) > len(rows) else None,
-        inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
+        inputs=None if members[0].positions is None else _inputs(rows, samples, width, device),
     )
 
 
@@ -311,7 +327,8 @@ def _inputs(rows: list[Row], samples: Sequence[Sample], width: int, device: str)
     placed = [[samples[i] for segment in row for i in segment.members] for row in rows]
     positions = []
     for row in placed:
-        joined = np.concatenate([sample.positions for sample in row if sample.positions is not None], axis=1)
+        read = [sample.positions[:, :-1] for sample in row if sample.positions is not None]
+        joined = np.concatenate(read, axis=1)
         positions.append(np.pad(joined, ((0, 0), (0, width - joined.shape[1]))))
     laid = np.stack(positions, axis=1)
     found = {"position_ids": torch.from_numpy(laid if len(laid) > 1 else laid[0]).to(device)}

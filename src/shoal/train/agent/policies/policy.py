@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -51,7 +52,7 @@ class Policy(ABC):
 
     @abstractmethod
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+        """Scores `[N, V]` of what comes behind the places before the true ones of `where [B, T]`, in row-major order.
 
         Args:
             ids: `[B, T]` whole samples, padded on the right.
@@ -285,30 +286,48 @@ def score(
     with the vocabulary times the tokens.
     """
 
-    def part(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def part(scores: Tensor, targets: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
         scores = scores.float()
         if temperature not in (0.0, 1.0):  # by a tensor, as samplers do: a GPU multiplies by 1 / a number
             scores = scores / scores.new_tensor(temperature)
         logprobs = scores.log_softmax(-1)
-        known = logprobs.gather(1, targets[:, None])[:, 0]
+        if places is None:
+            known = logprobs.gather(1, targets[:, None])[:, 0]
+        else:  # in one dimension, where the backward pass adds up in order
+            known = logprobs.flatten().gather(0, places * logprobs.shape[1] + targets)
         with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):
-            return known, known if entropy == "none" else entropy_of(logprobs)
+            if entropy == "none":
+                return known, known
+            found = entropy_of(logprobs)
+            return known, found if places is None else found.gather(0, places)
 
-    def part_of_hidden(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return part(head(hidden), targets)  # type: ignore[misc]
+    def part_of_hidden(hidden: Tensor, targets: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        return part(head(hidden), targets, places)  # type: ignore[misc]
 
     head = policy.head
-    rows = len(micro.targets) if head is None else max(1, SCORES // int(head.weight.shape[0]))  # type: ignore[union-attr, operator, index, arg-type]
+    count = len(micro.targets) if micro.places is None else int(micro.places[-1]) + 1
+    most = count if head is None else max(1, SCORES // int(head.weight.shape[0]))  # type: ignore[union-attr, operator, index, arg-type]
     with autocast(policy.module, precision):
-        if len(micro.targets) <= rows:
-            scores = policy.logits(*micro.read)
-            parts = [part(scores, micro.targets)]
+        if count <= most:
+            parts = [part(policy.logits(*micro.read), micro.targets, micro.places)]
         else:
-            hidden = policy.hidden(*micro.read)
-            pairs = zip(hidden.split(rows), micro.targets.split(rows), strict=True)
-            parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
+            pieces = _pieces(policy.hidden(*micro.read), micro, most)
+            parts = [checkpoint(part_of_hidden, *piece, use_reentrant=False) for piece in pieces]
     known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
     return Scored(known, None if entropy == "none" else entropies)
+
+
+def _pieces(hidden: Tensor, micro: MicroBatch, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """At most so many hidden states, the targets that they predict, and which of them predicts each."""
+    if micro.places is None:
+        yield from zip(hidden.split(most), micro.targets.split(most), itertools.repeat(None))
+        return
+    ends = torch.arange(most, len(hidden), most, device=hidden.device)
+    sizes = torch.searchsorted(micro.places, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    sizes.append(len(micro.targets) - sum(sizes))
+    parts = zip(hidden.split(most), micro.targets.split(sizes), micro.places.split(sizes), strict=True)
+    for number, (states, targets, places) in enumerate(parts):
+        yield states, targets, places - number * most
 
 
 def prompt_logprobs(policy: Policy, ids: Sequence[int]) -> list[float]:
