@@ -21,6 +21,7 @@ def test_an_update_passes_few_files(tmp_path, settings, most):
         with Tracer("shoal", tmp_path) as tracer, tracer.piece() as passed:
             metrics = ppo.agent.improve(rollout, 0.5)
     assert metrics["n_minibatches"] >= 1
-    files = passed.files(leave_out=("core/", "train/ppo/agent.py"))
+    # the last counts the steps of every optimizer, once another test has imported it
+    files = passed.files(leave_out=("core/", "train/ppo/agent.py", "samplers/huggingface/engine.py"))
     assert {"maths/updates.py", "train/ppo/arrays/steps.py"} <= files
     assert len(files) <= most, sorted(files)
