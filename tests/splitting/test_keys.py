@@ -7,6 +7,8 @@ Where the marks come from: `weight` of OpenAI's fine-tuning format (0 or 1 on an
 import copy
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 from chats import atif, lines, rows_in
@@ -436,3 +438,24 @@ def test_a_system_prompt_beside_messages_stands_before_them(tmp_path):
     reader = ChatReader(lines(tmp_path / "a.jsonl", {"messages": chat(), "system": 7}))
     with pytest.raises(DataError, match="system, message 0: content must be text"):
         reader.read("a-000000")
+
+
+@pytest.mark.parametrize("command", ["split", "train-recorded"])
+def test_a_command_names_on_standard_error_what_it_skips(command, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns}, {"messages": turns}, {"messages": [turns[0], {**turns[1], "weight": 0.5}]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "split": [str(path), "--on-error", "skip", "--num-cpus", "1", "--out", str(tmp_path / "out")],
+        "train-recorded": [
+            f"recordings={path}",
+            "train.epochs=1",
+            "heldout=0",
+            f"run_dir={tmp_path / 'out'}",
+        ],
+    }
+    told = [sys.executable, "-m", "shoal", command, *words[command]]
+    done = subprocess.run(told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "record 2, message 1: weight must be 0 or 1, got 0.5" in done.stderr

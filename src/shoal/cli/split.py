@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import counting, new_folder, newest_folder, print_json, refuse_below, refuse_idle
+from shoal.cli.grammar import (
+    counting,
+    new_folder,
+    newest_folder,
+    print_json,
+    refuse_below,
+    refuse_idle,
+    show_warnings,
+)
 from shoal.cli.output import harmless, next_steps
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
@@ -100,6 +108,7 @@ SHOWN = 20
 
 def split(options: SplitOptions) -> None:
     """Write a batch, and print what is in it."""
+    show_warnings()
     if options.use_vllm_logp and options.splitter != "stepwise":
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
     if options.splitter != "window":

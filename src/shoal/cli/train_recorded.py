@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import SettingsOptions, print_json, refuse_device, refuse_twice, run_folder
+from shoal.cli.grammar import (
+    SettingsOptions,
+    print_json,
+    refuse_device,
+    refuse_twice,
+    run_folder,
+    show_warnings,
+)
 from shoal.cli.output import program, to_type
 from shoal.core.configuration import as_commented_yaml
 
@@ -41,6 +48,7 @@ def train_recorded(options: RecordedOptions) -> int:
     from shoal.train.recorded.run import read_config
     from shoal.train.recorded.run import train_recorded as train
 
+    show_warnings()
     where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
     if where:
         refuse_twice("run_dir", options.overrides)
