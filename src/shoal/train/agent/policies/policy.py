@@ -55,7 +55,7 @@ class Policy(ABC):
         """Scores `[N, V]` of what comes behind the places before the true ones of `where [B, T]`, in row-major order.
 
         Args:
-            ids: `[B, T]` whole samples, padded on the right.
+            ids: `[B, T]` samples, padded on the right; the last column is not read.
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
             starts: `[B, T]` where the sample of each token starts, if rows hold several: attention stays within them,
