@@ -1,12 +1,11 @@
-"""What four settings that are part of no algorithm do: each is left out of tiny runs, and all of them.
+"""What two settings that are part of no algorithm do: each is left out of tiny runs, and both.
 
     python benchmarks/stabilisers.py [--minutes 60] [--only WORD …] [--quick] [--table]
 
-The settings are those of `STABILISERS`. The last acts beside a critic only, so `grpo` and `rloo` run without the other
-three, one by one, and `ppo` without this one. All else is as in `base`: the tiny model, 32 groups of 8, and a
-warm-up on random actions. Four tasks: the lake of `demo`, a hidden number to find by feedback, doors of which wrong
-ones cost more than leaving (a trap), and a maze with many starts. `rloo` has the loss of `grpo`, which takes several
-steps a batch; that of its preset has no ratios, and takes one.
+The settings are those of `STABILISERS`: `grpo` and `rloo` run without each, `ppo` without both. All else is as in
+`base`: the tiny model, 32 groups of 8, and a warm-up on random actions. Four tasks: the lake of `demo`, a hidden
+number to find by feedback, doors of which wrong ones cost more than leaving (a trap), and a maze with many starts.
+`rloo` has the loss of `grpo`, which takes several steps a batch; that of its preset has no ratios, and takes one.
 
 A run that is done is one line of `benchmarks/results/stabilisers.jsonl`; those that are there are not run again, so a
 stopped benchmark goes on where it was. With `--minutes` no run begins after that many CPU minutes. `--table` only
@@ -157,30 +156,20 @@ TASKS = {
 # --- the arms
 STABILISERS = {
     "rehearsal": {"warmup.rehearsal": 1.0},
-    "share": {"algorithm.filter_groups.enable": "true", "algorithm.filter_groups.scale_by_share": "true"},
     "target": {"algorithm.entropy_coef": 0.03, "algorithm.entropy_target": 0.4},
-    "spread": {"algorithm.critic.least_spread": 0.1},
 }
 """The settings of each, by a short name."""
 OFF = {
     "rehearsal": {"warmup.rehearsal": 0.0},
-    "share": {"algorithm.filter_groups.enable": "true", "algorithm.filter_groups.scale_by_share": "false"},
     "target": {"algorithm.entropy_coef": 0.0, "algorithm.entropy_target": "null"},
-    "spread": {"algorithm.critic.least_spread": 0.0},
 }
-"""What stands there without it: groups without a difference are left out all the same, and there is no bonus."""
-NAMES = {
-    "rehearsal": "warmup.rehearsal",
-    "share": "filter_groups.scale_by_share",
-    "target": "entropy_target",
-    "spread": "critic.least_spread",
-}
-WITH_CRITIC = ("spread",)
+"""What stands there without it."""
+NAMES = {"rehearsal": "warmup.rehearsal", "target": "entropy_target"}
 ALL, NONE = "all on", "all off"
 ARMS = {
-    "grpo": (ALL, NONE, "rehearsal", "target", "share"),
-    "rloo": (ALL, NONE, "rehearsal", "target", "share"),
-    "ppo": (ALL, NONE, "spread"),
+    "grpo": (ALL, NONE, "rehearsal", "target"),
+    "rloo": (ALL, NONE, "rehearsal", "target"),
+    "ppo": (ALL, NONE),
 }
 """By algorithm; the name of a stabiliser is the arm without it."""
 
@@ -193,10 +182,6 @@ def settings_of(algorithm: str, arm: str) -> dict[str, Any]:
     if algorithm == "rloo":  # its advantages with the loss of `grpo`, which takes several steps a batch
         found["algorithm.adv_estimator"] = "rloo"
     for name in STABILISERS:
-        if name in WITH_CRITIC and algorithm != "ppo":
-            continue
-        if name == "share" and (algorithm == "ppo" or arm == NONE):
-            continue  # a critic learns from all groups; as published, so do the others
         found |= OFF[name] if arm in (NONE, name) else STABILISERS[name]
     return found
 
@@ -375,7 +360,7 @@ def tables(runs: Sequence[Run]) -> str:
             collapses = "{} / {}".format(*found.collapses)
         else:
             gain = collapses = "·"
-        name = "all of them" if arm == NONE else f"`{NAMES[arm]}`"
+        name = "both" if arm == NONE else f"`{NAMES[arm]}`"
         verdicts.append([name, gain, collapses, f"{found.pairs} of {found.wanted}"])
     head = ["without", "held-out success lost (95 %)", "collapses with / without", "pairs of runs"]
     return table(["estimator", "arm", *TASKS], arms) + "\n\n" + table(head, verdicts)

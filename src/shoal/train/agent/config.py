@@ -67,9 +67,6 @@ class FilterGroups:
     """Leave out groups whose members all got the same return. `auto`: where `max_num_gen_batches` is above 1."""
     max_num_gen_batches: int = 1
     """Batches of groups to play, at most, until `env_groups` with different rewards are there."""
-    scale_by_share: bool = False
-    """Multiply advantages by the share of the groups that are kept, so that few of them make small steps: Adam divides
-    by the size of all gradients so far."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_num_gen_batches="[1, inf)")
@@ -89,13 +86,11 @@ class Critic:
     """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
     """Standard deviation that advantages are divided by; `sample` has Bessel's correction, as in verl."""
-    least_spread: float = 0.0
-    """Divide advantages by no less than this share of the root mean square of the returns: where every episode
-    succeeds, they are the errors of the critic alone; 0 is off."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, gae_lambda="[0, 1]", learning_rate="(0, inf)", value_clip="(0, inf]")
-        check_ranges(self, warmup="[0, inf)", least_spread="[0, inf)")
+        check_ranges(
+            self, gae_lambda="[0, 1]", learning_rate="(0, inf)", value_clip="(0, inf]", warmup="[0, inf)"
+        )
 
 
 @dataclass(frozen=True)

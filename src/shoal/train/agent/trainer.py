@@ -67,7 +67,7 @@ from shoal.train.agent.run.playing import Ahead, Played, SharedCollector, play_g
 from shoal.train.agent.run.records import Records, refuse_taken
 from shoal.train.agent.supervised.rehearsal import rehearse
 from shoal.train.agent.supervised.warmup import refuse_without_actions, warm_up, warmup_steps
-from shoal.train.agent.update import Learner, advantages_of, prepare_samples, sampled_entropy, scaled, update
+from shoal.train.agent.update import Learner, advantages_of, prepare_samples, sampled_entropy, update
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class AgentTrainer(Closing):
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
         played = self._played(iteration)
-        trajectories, learned, share, rollouts = played.groups
+        trajectories, learned, rollouts = played.groups
         waited = time.perf_counter() - clock
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         if config.trainer.lag:
@@ -304,7 +304,7 @@ class AgentTrainer(Closing):
             group["lr"] = decayed(rate, config.algorithm.lr_schedule, iteration / config.trainer.iterations)
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         with deterministic(self._deterministic):
-            learning, samples = self._learn(trajectories, learned, share, iteration)
+            learning, samples = self._learn(trajectories, learned, iteration)
         self.policy.weights_version = iteration + 1
         row |= learning
         if samples:
@@ -353,14 +353,12 @@ class AgentTrainer(Closing):
         return done or self.processes.all_gather(lambda: self.records.collapsed(row))[0]
 
     def _learn(
-        self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
+        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """One update from the groups to learn from; its metrics, and the samples that it read."""
         config, learner = self.config, self._learner
         row: dict[str, float] = {}
         samples = prepare_samples(learned, learner)
-        if share < 1 and config.algorithm.filter_groups.scale_by_share:
-            samples = scaled(samples, share)
         if samples:
             row = update(learner, samples, iteration, entropy=sampled_entropy(trajectories))
         if config.warmup.rehearsal and iteration >= config.algorithm.critic.warmup:

@@ -222,11 +222,6 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     return processes.share_out([len(sample.ids) for sample in samples], of)
 
 
-def scaled(samples: Sequence[Sample], factor: float) -> list[Sample]:
-    """Samples with advantages times a factor."""
-    return [s.with_column("advantages", factor * s.columns["advantages"]) for s in samples]
-
-
 def advantages_of(
     played: Sequence[Trajectory], learned: Sequence[Trajectory], samples: Sequence[Sample], learner: Learner
 ) -> list[list[list[float]] | None]:

@@ -8,7 +8,7 @@ from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import KLPenalty
 from shoal.train.agent.policies.policy import Critic
-from shoal.train.agent.update import scaled, update
+from shoal.train.agent.update import update
 
 
 def learner(network=None, **settings):
@@ -17,6 +17,11 @@ def learner(network=None, **settings):
 
 def weights_of(one):
     return torch.cat([p.detach().flatten() for p in one.policy.module.parameters()])
+
+
+def scaled(samples, factor):
+    """Samples with advantages times a factor."""
+    return [s.with_column("advantages", factor * s.columns["advantages"]) for s in samples]
 
 
 # --- minibatches

@@ -128,8 +128,8 @@ def critic_advantages(
 ) -> tuple[list[list[Array]], list[list[Array]]]:
     """Advantages and critic targets, per trajectory and turn `[tokens]`, from values of the same shape.
 
-    Advantages are normalised over all tokens of the batch, by their standard deviation and no less than
-    `critic.least_spread` says. GAE is linear in rewards and values: what tokens cost is a GAE of its own, added.
+    Advantages are normalised over all tokens of the batch. GAE is linear in rewards and values: what tokens cost is a
+    GAE of its own, added.
     """
     compute, decay = ESTIMATORS[algorithm.adv_estimator].compute, algorithm.critic.gae_lambda
     pairs = []
@@ -143,9 +143,7 @@ def critic_advantages(
         pairs.append(pair)
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
-    size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
-    least = algorithm.critic.least_spread * size
-    mean, deviation = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
+    mean, deviation = every.mean(), every.std(ddof=int(bessel)) + 1e-8
     return [[(one - mean) / deviation for one in turns] for turns, _ in pairs], [
         targets for _, targets in pairs
     ]

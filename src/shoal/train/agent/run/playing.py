@@ -28,7 +28,7 @@ CHECKED_SEEDS = 32
 """Episodes of an env that are played before training, as far as ten seconds allow."""
 
 
-Groups = tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]
+Groups = tuple[list[Trajectory], list[Trajectory], dict[str, float]]
 
 
 class Played(NamedTuple):
@@ -43,8 +43,7 @@ def play_groups(collector: SharedCollector, iteration: int, config: AgentConfig)
     """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
 
     Returns:
-        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
-        all are learned from); metrics.
+        All episodes; those to learn from; metrics.
     """
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.take_metrics()
@@ -56,15 +55,13 @@ def play_groups(collector: SharedCollector, iteration: int, config: AgentConfig)
     if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
         logger.info("iteration %d: %s", iteration + 1, report)
     row = report.metrics() | collector.take_metrics()
-    learned, share = [t for t in played if t.status == "ok"], 1.0
-    if settings.enable:
-        learned, share = kept, report.kept / len(collector.tags)
+    learned = kept if settings.enable else [t for t in played if t.status == "ok"]
     if algorithm.rollout_filter_ratio < 1:
         learned, filtered = best_groups(
             played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
         )
         row |= filtered
-    return played, learned, share, row
+    return played, learned, row
 
 
 def collect_with_signal(
