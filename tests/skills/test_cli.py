@@ -216,7 +216,9 @@ def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(tmp_path: Path, pr
     err = prints("skills", *arguments, "--min-success", "1.1", code=1)
     assert "Collect Wood: failed: NotLearnedError: not learned" in err
     assert "Place Table: blocked: Collect Wood failed" in err
-    assert f"another chance with: shoal skills retry 'Collect Wood' --out {tmp_path}" in err
+    assert f"another chance with: shoal skills retry 'Collect Wood' --out {tmp_path} --fresh" in err
+    assert skills("retry", "Collect Wood", "--out", str(tmp_path), "--fresh") == 0  # as it is printed
+    prints("skills", "train", "--resume", "--graph-path", tmp_path, code=1)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert "there is nothing to cancel" in prints(
         "skills", "cancel", "Collect Wood", "--graph-path", tmp_path, code=2
@@ -372,3 +374,9 @@ def test_a_training_whose_weights_are_no_numbers_ends_at_once_and_says_so(tmp_pa
     assert "weights that are no numbers" in told
     assert "lower --lr" in told
     assert len(Store(tmp_path / "run").attempts("Collect Wood")) == 1  # another launch would end the same
+
+
+def test_a_run_that_is_not_there_is_not_gone_on_with(tmp_path, prints):
+    told = prints("skills", "train", "--resume", "--out", tmp_path / "misspelt", code=2)
+    assert "misspelt to go on with" in told
+    assert not (tmp_path / "misspelt").exists()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.skills.conftest import skill as a_skill
 
 from shoal.core.errors import ConfigError, EngineError
+from shoal.skills.graph.process import NotLearnedError
 from shoal.skills.plan import dependencies
 from shoal.skills.proposers import (
     KnowledgeBase,
@@ -22,7 +24,7 @@ from shoal.skills.proposers import (
     read_proposals,
 )
 from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills
+from shoal.skills.spec import Skill, load_skills
 from shoal.skills.worlds.crafting import CRAFTING
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
@@ -173,6 +175,55 @@ def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> No
     assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS[:4]}
     for row in s.store.skills():
         assert list(row.dependencies) == dependencies(row.spec, SKILLS[3::-1], CRAFTING)
+
+
+def described(path: Path, *skills: Skill) -> KnowledgeBase:
+    path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in skills]}))
+    return KnowledgeBase(path, CRAFTING)
+
+
+def test_a_skill_that_is_mended_in_the_file_is_trained_anew_as_it_is_now(tmp_path: Path, scripted) -> None:
+    """And what waits for it follows: after the change the table needs saplings, not wood."""
+
+    mended = threading.Event()
+
+    def not_as_it_was(folder: Path, attempt: int) -> None:
+        if not mended.is_set():
+            raise NotLearnedError("not learned")
+        launcher.finish(folder, attempt)
+
+    launcher = scripted(not_as_it_was)
+    wrong = a_skill("Gather", "wood"), a_skill("Place Table", "table", {"wood": 1})
+    right = a_skill("Gather", "sapling"), a_skill("Place Table", "table", {"sapling": 1})
+    s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=launcher)
+    assert not s.run(described(tmp_path / "skills.yaml", *wrong))
+    assert {row.name: row.status for row in s.store.skills()} == {
+        "Gather": "failed",
+        "Place Table": "blocked",
+    }
+    used = s.store.skill("Gather").budget_used
+    mended.set()
+    assert s.run(described(tmp_path / "skills.yaml", *right))
+    assert [row.spec for row in s.store.skills()] == [*right]
+    assert s.store.skill("Gather").budget_total == used + s.config.total_timesteps
+    with pytest.raises(
+        ConfigError, match="'Gather' is completed, and is described otherwise now: undo the change"
+    ):
+        s.run(described(tmp_path / "skills.yaml", *wrong))
+    assert [row.spec for row in s.store.skills()] == [*right]
+
+
+def test_a_skill_that_is_no_longer_in_the_file_is_named(tmp_path: Path, scripted, caplog) -> None:
+    s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted())
+    for skill in SKILLS[:2]:
+        s.add_skill(skill.name, skill)
+    assert s.run(described(tmp_path / "skills.yaml", SKILLS[0]))
+    assert f"no longer described, and trained as before: {SKILLS[1].name!r}; " in caplog.text
+
+
+def test_a_file_without_skills_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a list 'skills' of at least one"):
+        described(tmp_path / "skills.yaml")
 
 
 def test_a_target_brings_only_what_it_needs() -> None:

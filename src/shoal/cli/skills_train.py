@@ -22,8 +22,9 @@ from shoal.cli.skills import DEFAULT, table
 from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
-from shoal.core.run_folder import RunFolder
+from shoal.core.run_folder import RunFolder, refuse_missing
 from shoal.skills.graph.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.requests import is_exhausted
 from shoal.skills.graph.store import Store
 from shoal.skills.graph.views import training_seconds
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
@@ -164,7 +165,9 @@ def train(options: TrainOptions) -> int:
         _print_graph(proposer, as_json=options.json)
     if options.launcher in ("local", "tmux"):
         check_installed(world)  # before anything is made for it
-    if (options.graph_path / "state.db").exists() and not options.resume:
+    if options.resume:
+        refuse_missing(options.graph_path)
+    elif (options.graph_path / "state.db").exists():
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --out"
         )
@@ -304,8 +307,10 @@ def _conclude(
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {harmless(reason)}", file=sys.stderr)
     if failed := scheduler.store.skills("failed"):
-        again = f"{program()} skills retry {shlex.quote(failed[0].name)} --out {shlex.quote(str(options.graph_path))}"
-        print(f"shoal: give a failed skill another chance with: {again}", file=sys.stderr)
+        name = failed[0].name
+        again = f"{program()} skills retry {shlex.quote(name)} --out {shlex.quote(str(options.graph_path))}"
+        anew = " --fresh" if is_exhausted(scheduler.store, name) else ""
+        print(f"shoal: give a failed skill another chance with: {again}{anew}", file=sys.stderr)
     scheduler.close()
     return 0 if finished else 1
 

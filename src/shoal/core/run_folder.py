@@ -117,6 +117,16 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
+def refuse_missing(path: Path) -> None:
+    """Refuse to resume a run that is not there, a name misspelt.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise DataError(f"there is no run {path} to go on with: start without resume, or correct the name")
+
+
 def whole_rows(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects of whole lines; a last line that is still being written is left out, so are torn ones."""
     rows = []

@@ -35,7 +35,7 @@ from shoal.skills.graph.launchers import (
     process_handle,
 )
 from shoal.skills.graph.process import DONE, clear_marks, is_full, read_failure
-from shoal.skills.graph.requests import STOP
+from shoal.skills.graph.requests import STOP, revise
 from shoal.skills.graph.schedule import Phase, Plan, finished, plan
 from shoal.skills.graph.store import LOCK, AttemptRow, End, SkillRow, Status, Store
 from shoal.skills.graph.views import export_state, scheduler_state, with_experts
@@ -231,16 +231,21 @@ class SkillScheduler:
         Args:
             proposer: names more skills while others train. What it proposes next should depend on how the trainings
                 end that the newest skill needs, so it is asked again when they have; one that knows all its skills
-                beforehand (`foresees = True`) is asked for all at once.
+                beforehand (`foresees = True`) is asked for all at once, and those of its `skills` that the folder
+                has, and that are described otherwise now, are trained anew.
             max_nodes: most skills in the graph.
 
         Raises:
             WorkerError: another scheduler is running on this folder; nothing was proposed.
+            ConfigError: the proposer describes a skill otherwise that is trained already.
             MissingExtraError: trainings would run here, where the world cannot be made.
             Exception: what the proposer raised, after all that was queued has been trained.
         """
         with self._held():
             self._remember()
+            described = getattr(proposer, "skills", None) if getattr(proposer, "foresees", False) else None
+            if described is not None:
+                revise(self.store, described, self.features, int(self.config.total_timesteps))
             if isinstance(self.launcher, LocalLauncher):
                 check_installed(self.world)
             self.store.set_setting(STOP, None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, DivergedError
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
 from shoal.skills.plan import Step
@@ -329,6 +329,26 @@ class Deadly(CraftingWorld):
         died = np.random.default_rng(len(self.met)).random(self.lanes) < 0.02
         self.met.append((before, self.values(), self.observe(), died))
         return died
+
+
+class Broken(CraftingWorld):
+    """A world whose observations are no numbers after a while."""
+
+    def observe(self) -> np.ndarray:
+        seen = super().observe()
+        seen[0] = np.nan
+        return seen
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_world_that_gives_no_numbers_is_named_and_not_the_rate(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.skills.worlds.crafting.CraftingWorld", Broken)
+    trainer = Trainer(task(quick))
+    trainer.prepare()
+    with pytest.raises(DivergedError, match="update 1: the world gave observations that are no numbers"):
+        trainer.step()
 
 
 def test_what_is_collected_is_what_a_plain_look_at_each_lane_gives(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.graph.store import PATIENCE, SkillRow, Store
+from shoal.skills.plan import dependencies
+from shoal.skills.spec import Features, Skill
+
+logger = logging.getLogger(__name__)
 
 STOP = "stop"  # the setting by which others ask a scheduler to end: "drain" or "kill"
 
@@ -43,8 +49,7 @@ def reopen(store: Store, name: str, *, budget: int | None = None, fresh: bool = 
                 row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, fresh=1
             )
             return [row.name]
-        last = store.attempts(row.name)[-1:]
-        if budget is None and not fresh and last and last[0].outcome == "exhausted":
+        if budget is None and not fresh and is_exhausted(store, row.name):
             raise ConfigError(
                 f"{row.name!r} would end the same again ({row.reason}): give it more than {row.budget_total:,} steps "
                 "with --budget STEPS, or let it begin anew, with other random numbers, with --fresh"
@@ -58,6 +63,46 @@ def reopen(store: Store, name: str, *, budget: int | None = None, fresh: bool = 
         if fresh:
             store.update_skill(row.name, fresh=1, rounds=row.rounds + 1)
         return opened
+
+
+def is_exhausted(store: Store, name: str) -> bool:
+    """Whether the last launch of a skill ended in a way in which the next one would end, too."""
+    return [attempt.outcome for attempt in store.attempts(name)[-1:]] == ["exhausted"]
+
+
+def revise(store: Store, skills: Sequence[Skill], features: Features, budget: int) -> None:
+    """Have skills that are not trained yet be as they are described now; they begin anew, with `budget` env steps.
+
+    Raises:
+        ConfigError: one that is described otherwise is trained, or in training.
+    """
+    now = {skill.name: skill for skill in skills}
+    with store.transaction():
+        rows = store.skills()
+        specs = [now.get(row.name, row.spec) for row in rows]
+        changed = [row for row, spec in zip(rows, specs, strict=True) if spec.as_dict() != row.spec.as_dict()]
+        if trained := [row for row in changed if row.status in ("completed", "running")]:
+            raise ConfigError(
+                f"{trained[0].name!r} is {trained[0].status}, and is described otherwise now: undo the change, give "
+                "the skill another name, or train in another folder"
+            )
+        left = [row for row in rows if row.status not in ("completed", "running")]
+        if gone := [row.name for row in left if row.name not in now]:
+            logger.warning(
+                "no longer described, and trained as before: %s; `shoal skills cancel` gives a skill up",
+                ", ".join(map(repr, gone)),
+            )
+        if changed:
+            for row in left:
+                if row.name in now:
+                    needed = dependencies(now[row.name], specs, features)
+                    store.update_skill(row.name, dependencies=needed)
+        for row in changed:
+            spec, total = now[row.name].as_dict(), row.budget_used + budget
+            store.update_skill(row.name, spec=spec, budget_total=total, allotment=None, fresh=1)
+            if store.skill(row.name).status != "waiting":
+                reopen(store, row.name, fresh=True)
+            logger.info("%r is described otherwise now and begins anew", row.name)
 
 
 def ask_to_cancel(store: Store, name: str) -> SkillRow:

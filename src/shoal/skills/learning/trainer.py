@@ -318,6 +318,12 @@ class Trainer:
         self._learn(rollout, rng)
         self.update += 1
         if not all(np.isfinite(net.flat).all() for net in self.nets):
+            for name in ("rewards", "observations"):
+                if not np.isfinite(getattr(rollout, name)).all():
+                    raise DivergedError(
+                        f"update {self.update}: the world gave {name} that are no numbers (NaN or infinity): mend the "
+                        f"world or the skill, and begin anew"
+                    )
             raise DivergedError(
                 f"update {self.update} made weights that are no numbers: begin anew with a lower --lr, "
                 f"which is {config.lr:g}"

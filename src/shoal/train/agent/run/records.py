@@ -12,9 +12,9 @@ from typing import Any
 
 from shoal.core.configuration import as_yaml, first_change, read_settings, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, replacing, write_text
-from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite, read_summary
+from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite, read_summary, refuse_missing
 from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise, has_collapsed
 from shoal.train.agent.config import DEFAULT_FOLDER, AgentConfig
@@ -51,8 +51,7 @@ def refuse_taken(config: AgentConfig) -> None:
                 f"{run} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
         return
-    if not run.is_dir():
-        raise DataError(f"there is no run {run} to go on with: start without resume")
+    refuse_missing(run)
     if checkpoints := list_checkpoints(run / "checkpoints"):
         refuse_other_settings(checkpoints[-1], config)
 
