@@ -67,22 +67,23 @@ def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys)
     assert len(Batch.load(lines[0]["path"])["uid"]) == 6
 
 
-def test_a_bad_trajectory_stops_the_command_or_is_named(folders, chats, tmp_path, capsys, prints):
+def test_a_bad_trajectory_stops_the_command_or_is_named(folders, chats, tmp_path, caplog, prints):
     base, _ = folders
     chatty = ["split", chats, "--processor", str(base / "processor"), "--out"]
     assert "trajectory 'bad'" in prints(*chatty, tmp_path / "a", code=2)
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
     assert main([*chatty, str(tmp_path / "b"), "--on-error", "skip"]) == 0
     assert json.loads((tmp_path / "b" / "summary.json").read_text())["metrics"]["skipped_ids"] == ["bad"]
-    assert "skipped trajectory 'bad'" in capsys.readouterr().out
+    assert "skipped: trajectory 'bad'" in caplog.text
 
 
 def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
-    base, _ = folders
+    base, ids = folders
     (tmp_path / "rewards.json").write_text("[1, 2]")
     (tmp_path / "empty").mkdir()
     for wrong in (
         ["--ids", "nosuch", "--rewards", str(tmp_path / "rewards.json")],
+        ["--ids", ids[0], ids[0]],
         ["--processor", str(tmp_path)],
         ["--rewards", str(tmp_path / "no.json")],
         ["--reader", "nosuch"],
@@ -135,7 +136,7 @@ def test_shards_without_a_name_are_resumed_in_the_newest_folder(folders, tmp_pat
 
 
 def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(
-    folders, chats, tmp_path, capsys, prints
+    folders, chats, tmp_path, capsys, caplog, prints
 ):
     base, _ = folders
     chatty = ["split", chats, "--processor", str(base / "processor")]
@@ -143,7 +144,7 @@ def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(
     assert main(chatty) == 2
     assert "trajectory 'bad'" in capsys.readouterr().err
     out = prints(*chatty, "--resume", "--on-error", "skip")
-    assert "skipped trajectory 'bad'" in out
+    assert "skipped: trajectory 'bad'" in caplog.text
     assert "2 (1 written now)" in out
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert (told["shards"], told["new_shards"], told["samples"], told["skipped_ids"]) == (2, 1, 1, ["bad"])

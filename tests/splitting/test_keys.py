@@ -212,13 +212,53 @@ def test_a_folder_names_keys_that_it_does_not_read_once(processor, tmp_path, cap
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "final_messages.json").write_text(json.dumps(chat(timestamp=3)))
+        (tmp_path / name / "task_config.json").write_text(
+            json.dumps({"id": "t", "rewards": 1, "evaluator": {}})
+        )
     with caplog.at_level(logging.WARNING):
         assert trained(processor, FolderReader(tmp_path)).count("click") == 2
+    assert [record.getMessage().partition(str(tmp_path / "one"))[2] for record in caplog.records] == [
+        "/final_messages.json: not read, here and in other recordings: messages.timestamp",
+        "/task_config.json: not read, here and in other recordings: rewards",
+    ]
+
+
+def test_results_of_osworld_name_keys_that_are_not_read_once(processor, tmp_path, caplog):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "instruction.txt").write_text("open it")
+        lines(
+            tmp_path / name / "traj.jsonl", {"step_num": 1, "response": "click", "thought": "Hm.", "info": {}}
+        )
+    with caplog.at_level(logging.WARNING):
+        assert trained(processor, OSWorldReader(tmp_path)).count("click") == 2
     [record] = caplog.records
     assert (
-        "one/final_messages.json: not read, here and in other recordings: messages.timestamp"
-        in record.getMessage()
+        record.getMessage()
+        == f"{tmp_path / 'one'}/traj.jsonl: not read, here and in other recordings: thought"
     )
+
+
+def test_recordings_of_a_folder_that_are_not_read_are_named_once(processor, tmp_path, caplog):
+    lines(tmp_path / "a.jsonl", {"messages": chat()})
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.png").write_bytes(b"")
+    (tmp_path / "README.md").write_text("notes")
+    with caplog.at_level(logging.WARNING):
+        assert find_reader(tmp_path).ids() == ["a-000000"]
+        assert not caplog.records
+        (tmp_path / "b.jsonl.gz").write_bytes(b"")
+        (tmp_path / "more" / "deep").mkdir(parents=True)
+        lines(tmp_path / "more" / "deep" / "c.jsonl", {"messages": chat()})
+        assert trained(processor, find_reader(tmp_path)).count("click") == 1
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path}: not read: b.jsonl.gz, more; give it by itself")
+    caplog.clear()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "final_messages.json").write_text(json.dumps(chat()))
+    assert find_reader(tmp_path).ids() == ["one"]
+    [record] = caplog.records
+    assert f"{tmp_path}: not read beside */final_messages.json: a.jsonl; " in record.getMessage()
 
 
 def test_files_of_known_keys_are_read_without_a_word(processor, tmp_path, caplog):

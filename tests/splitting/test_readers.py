@@ -243,19 +243,27 @@ def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, 
     ]
 
 
-def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_path):
+def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_path, caplog):
     folder = tmp_path / "trajectories"
-    for name in ("heldout-000000", "heldout-000004", "train-000005"):  # each holds iteration 4, group 2
+    for name in ("heldout-000000", "heldout-000004"):  # each holds iteration 4, group 2
         write_trajectories(folder / f"{name}.jsonl", [trajectory(processor)])
     reader = ShoalReader(tmp_path)
-    assert reader.ids() == ["heldout-000000-grid_x-4-2-0", "heldout-000004-grid_x-4-2-0", "grid_x-4-2-0"]
-    uids = [reader.read(name).uid for name in reader.ids()]
-    assert uids == ["heldout-grid/x-4-2", "heldout-grid/x-4-2", "grid/x-4-2"]  # they begin in other states
+    assert reader.ids() == ["heldout-000000-grid_x-4-2-0", "heldout-000004-grid_x-4-2-0"]
     assert [Path(reader.read(name).source.split(",")[0]).stem for name in reader.ids()] == [
-        "heldout-000000", "heldout-000004", "train-000005"
+        "heldout-000000", "heldout-000004"
     ]  # fmt: skip
-    write_trajectories(folder / "other.jsonl", [trajectory(processor)])
-    *_, second = ShoalReader(tmp_path).ids()
+    assert reader.read(reader.ids()[0]).uid == "heldout-grid/x-4-2"  # in training they begin in other states
+    for name in ("train-000005", "other"):
+        write_trajectories(folder / f"{name}.jsonl", [trajectory(processor)])
+    assert not caplog.records
+    reader = ShoalReader(tmp_path)
+    assert [Path(reader.read(reader.ids()[0]).source.split(",")[0]).stem, len(reader.ids())] == ["other", 2]
+    [record] = caplog.records  # what was held out is not trained on unasked
+    assert record.getMessage() == (
+        f"{folder}: not read: held-out episodes; give a file, such as heldout-000000.jsonl, to read them"
+    )
+    assert ShoalReader(folder / "heldout-000000.jsonl").ids() == ["heldout-000000-grid_x-4-2-0"]
+    _, second = ShoalReader(tmp_path).ids()
     with pytest.raises(DataError, match=r"train-000005.jsonl.*: id 'grid_x-4-2-0' is taken by .*other.jsonl"):
         ShoalReader(tmp_path).read(second)
 

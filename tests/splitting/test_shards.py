@@ -118,6 +118,39 @@ def test_shards_hold_what_one_split_holds_and_reasons_where_all_was_skipped(proc
         list(split_shards(splitter, ids, None, tmp_path / "shards", size=2))
 
 
+def test_recordings_that_have_changed_and_shards_that_are_damaged_are_refused(processor, make_root, tmp_path):
+    root, ids = make_root(3, steps=2, size=(60, 60))
+    shards = tmp_path / "shards"
+
+    def again():
+        splitter = StepwiseTrajectorySplitter(processor, root, padding="longest", on_error="skip")
+        return [place.name for place, _ in split_shards(splitter, ids, None, shards, size=2)]
+
+    assert again() == ["000000", "000001"]
+    said = root / ids[0] / "final_messages.json"
+    before = said.read_text()
+    said.write_text(json.dumps([{"role": "user", "content": "?"}, {"role": "assistant", "content": "other"}]))
+    with pytest.raises(
+        ConfigError, match="begun with recordings that have changed since; give another folder"
+    ):
+        again()
+    said.write_text(before)
+    os.utime(said, (0, 0))  # the same words are the same recording
+    assert again() == []
+    config = root / ids[0] / "task_config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"id": "t", "reward": 0.5}))
+    with pytest.raises(ConfigError, match="recordings that have changed since"):
+        again()
+    config.write_text(before)
+    tensors = shards / "000001" / "batch.safetensors"
+    os.truncate(tensors, tensors.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"batch.safetensors .*; remove .*000001, and split again"):
+        again()
+    shutil.rmtree(shards / "000001")
+    assert again() == ["000001"]
+
+
 def test_shards_of_all_runs_are_counted(processor, make_root, tmp_path):
     root, ids = make_root(5, steps=2, size=(60, 60))
     (root / ids[3] / "final_messages.json").write_text("[")

@@ -26,7 +26,7 @@ from shoal.cli.command import Positional, flags_of_field
 from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
-from shoal.core.run_folder import finite, refuse_foreign
+from shoal.core.run_folder import finite, refuse_foreign, refuse_missing
 from shoal.viewer.markup import counted, duration
 
 terminal = logging.getLogger("shoal.terminal")
@@ -63,9 +63,16 @@ def newest_folder(name: str) -> Path:
     return max(taken, key=lambda path: path.stat().st_mtime)
 
 
-def run_folder(wanted: str | None, name: str, resume: bool) -> Path:
-    """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
+def run_folder(wanted: Path | str | None, name: str, resume: bool) -> Path:
+    """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume.
+
+    Raises:
+        ConfigError: it holds files and no run.
+        DataError: it is to be resumed, and is not there.
+    """
     if wanted is not None:
+        if resume:
+            refuse_missing(Path(wanted))
         refuse_foreign(Path(wanted))
         return Path(wanted)
     return newest_folder(name) if resume else new_folder(name)

@@ -16,8 +16,8 @@ from shoal.cli.grammar import (
     came_to_an_end,
     composed,
     episodes_played,
-    new_folder,
     print_json,
+    run_folder,
     show_warnings,
     table,
 )
@@ -61,8 +61,7 @@ def rollout(options: RolloutOptions) -> int:
     """Play, and print a table."""
     show_warnings()
     config = composed(options)
-    if config.run_dir is None:
-        config = replace(config, run_dir=str(new_folder("rollout")))
+    config = replace(config, run_dir=str(run_folder(config.run_dir, "rollout", False)))
     how: dict[str, Any] = {
         "source": options.source,
         "iteration": options.iteration,

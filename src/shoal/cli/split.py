@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
     counting,
-    new_folder,
-    newest_folder,
     print_json,
     refuse_below,
     refuse_idle,
+    run_folder,
     show_warnings,
 )
-from shoal.cli.output import harmless, next_steps
+from shoal.cli.output import next_steps
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
 from shoal.core.files import read_json, write_text
@@ -121,7 +120,7 @@ def split(options: SplitOptions) -> None:
         raise ConfigError(f"--num-cpus must be at least 1, or -1 for all cores, got {options.num_cpus}")
     if options.resume and not options.shard_size:
         raise ConfigError("--resume writes missing shards: it needs --shard-size")
-    place = options.out or (newest_folder if options.resume else new_folder)("split")
+    place = run_folder(options.out, "split", options.resume)
     written = [part for part in ("batch", "shards") if (place / part).exists()]
     if written and not (options.resume and written == ["shards"]):
         raise ConfigError(f"{place / written[0]} exists: choose another --out, or remove it")
@@ -133,10 +132,8 @@ def split(options: SplitOptions) -> None:
         except BaseException as error:
             folder.fail(error)
             raise
-        summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
+        summary = folder.finish(counts)
     print(_table(counts, place / ("shards" if options.shard_size else "batch")))
-    for reason in counts["reasons"]:
-        print(harmless(f"skipped {reason}"))
     if options.json:
         print_json(summary)
     if options.html and counts["samples"]:
@@ -166,7 +163,7 @@ def _split_at_once(
     folder.event("batch", path=str(place))
     skipped = [item.dataset_id for item in batch.skipped]
     counts: dict[str, Any] = batch.summary()
-    return counts | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
+    return counts | {"skipped_ids": skipped}
 
 
 def _split_in_shards(
@@ -193,8 +190,7 @@ def _split_in_shards(
         for new, (shard, _) in enumerate(made, 1):  # noqa: B007
             folder.event("batch", path=str(shard))
     counts = dict.fromkeys(_COUNTS, 0) | count_shards(place)
-    reasons = counts.pop("reasons")
-    return counts | {"new_shards": new, "skipped_ids": list(reasons), "reasons": list(reasons.values())}
+    return counts | {"new_shards": new, "skipped_ids": list(counts.pop("reasons"))}
 
 
 _COUNTS = (
@@ -229,6 +225,9 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
         import_extensions(options.imports)
     reader = reader_of(options.root, options.reader, recorded_tokens=options.use_vllm_logp)
     ids = list(options.ids) or reader.ids()
+    if len(set(ids)) < len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise ConfigError(f"--ids names {twice!r} more than once: name each recording once")
     if not ids:
         raise DataError(f"{options.root} holds no trajectories that can be split")
     same = (

@@ -33,11 +33,12 @@ def split_shards(
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Split `size` recordings at a time and write each shard to `folder/<number>` as `Batch.save` does.
 
-    Existing shards are skipped, so the same call resumes one that was killed: only the unfinished shard is split
-    again. A shard without samples holds just the reasons of its skipped recordings.
+    Existing shards are verified and kept, so the same call resumes one that was killed: only the unfinished shard is
+    split again. A shard without samples holds just the reasons of its skipped recordings.
 
     Args:
-        splitter: how; a folder that was begun with other settings is refused.
+        splitter: how; a folder that was begun with other settings, or whose recordings have changed since (their files,
+            where the reader tells its `sources()`; images are not looked at), is refused.
         dataset_ids: which recordings; the same ones in the same order for every call.
         rewards: one each.
         folder: where to write.
@@ -50,6 +51,8 @@ def split_shards(
         The folder of each shard that was written now, and its counts, once it is safe on disk.
 
     Raises:
+        ConfigError: the folder was begun with something else.
+        DataError: a shard that is there is damaged.
         WorkerError: another split is writing there.
     """
     ids, rewards = list(dataset_ids), rows_of("reward_tensor", rewards, len(dataset_ids))
@@ -70,6 +73,7 @@ def split_shards(
         remove_leftovers(folder)
         digests = {
             "digest": [ids, rewards, about],
+            "contents": _contents(splitter.plan.reader),
             "settings": _settings(splitter),
             "processor": _model(splitter),
         }
@@ -77,13 +81,16 @@ def split_shards(
         begun = _plan_of(folder) if (folder / PLAN).is_file() else {}
         if changed := [name for name, value in plan.items() if begun.get(name, value) != value]:
             other = "another tokenizer, image processor or chat template" if "processor" in changed else ""
+            other = "recordings that have changed since" if changed == ["contents"] else other
             raise ConfigError(
                 f"{folder} was begun with {other or 'other recordings or settings'}; give another folder, or remove it"
             )
         write_json(folder / PLAN, plan)
         for number, first in enumerate(range(0, len(ids), size)):
             place = folder / f"{number:06d}"
-            if not place.is_dir():
+            if place.is_dir():
+                _verify(place)
+            else:
                 of = None if rewards is None else rewards[first : first + size]
                 results = splitter.results(ids[first : first + size], of, executor=executor)
                 yield place, _save(splitter, results, place)
@@ -139,6 +146,22 @@ def _counts(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
     nothing = {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
     counts: dict[str, Any] = nothing if batch is None else batch.summary()
     return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
+
+
+def _verify(place: Path) -> None:
+    try:
+        verify_folder(place)
+    except DataError as error:
+        raise DataError(f"{error}; remove {place}, and split again with the same folder") from error
+
+
+def _contents(reader: Any) -> list[list[str]]:
+    """Name and digest of each file that the recordings are made of, as far as the reader tells them."""
+    found = []
+    for file in getattr(reader, "sources", tuple)():
+        with reading(file, "cannot be read"), file.open("rb") as handle:
+            found.append([file.name, hashlib.file_digest(handle, "sha256").hexdigest()])
+    return found
 
 
 def _settings(splitter: TrajectorySplitter) -> list[Any]:

@@ -328,9 +328,10 @@ def resume_words(run: Path, command: str) -> list[str] | None:
         "skills train": ["skills", "train", "--resume", "--out", place],
         "train-ppo": ["train-ppo", "--resume-from", str(_checkpoint_dir(run) or run)],
         "train": ["train", "--config-name", "NAME", f"run_dir={place}", "resume=true"],
+        "train-recorded": ["train-recorded", "recordings=DIR", f"run_dir={place}", "resume=true"],
         "skills-training": ["skills", "train", "--resume", "--out", "GRAPH"],
     }
-    if (run / "config.yaml").is_file():  # which training on recordings does not write
+    if (run / "config.yaml").is_file():
         words["train"][1:3] = ["--config-dir", place, "--config-name", "config"]
     if (run / "shards").is_dir():
         words["split"] = ["split", "ROOT", "--shard-size", "N", "--resume", "--out", place]

@@ -458,7 +458,11 @@ def test_a_run_is_neither_written_over_nor_told_twice(tmp_path, capsys, monkeypa
 def test_a_mistake_in_going_on_leaves_a_finished_run_as_it_is(tmp_path, capsys):
     write_button_recordings(tmp_path / "screens", 4, seed=3)
     same = (f"recordings={tmp_path / 'screens'}", f"run_dir={tmp_path / 'run'}", "heldout=0", "resume=true")
-    assert run_cli("recorded", *same) == 0
+    assert run_cli("recorded", *same) == 2
+    assert "there is no run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert run_cli("recorded", *same[:-1]) == 0
+    assert read_json(tmp_path / "run" / "summary.json")["command"] == "train-recorded"
     before = (tmp_path / "run" / "summary.json").read_bytes()
     assert run_cli("recorded", *same, "train.learning_rate=0.5") == 2
     assert run_cli("recorded", "recordings=nosuch", *same[1:]) == 2

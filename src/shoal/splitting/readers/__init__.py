@@ -5,6 +5,7 @@ A reader of your own is registered with `@reader("name")`, and found by `shoal s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from shoal.splitting.readers.formats import (
 from shoal.splitting.readers.recordings import MESSAGES, FolderReader, Reader
 from shoal.splitting.readers.records import SUFFIXES, ChatReader, first_record
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Callable[..., Any])
 BUILT_IN: dict[str, Callable[[Any], Reader]] = {
     "folder": FolderReader,
@@ -76,7 +78,14 @@ def reader_of(path: Path, name: str = "auto", *, recorded_tokens: bool = False) 
 
 def _kind_of(path: Path) -> str:
     if path.is_dir():
-        if (path / MESSAGES).is_file() or next(path.glob(f"*/{MESSAGES}"), None):
+        if (path / MESSAGES).is_file():
+            return "folder"
+        if next(path.glob(f"*/{MESSAGES}"), None):
+            records = sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES[1:])
+            if records:
+                logger.warning(
+                    "%s: not read beside */%s: %s; give each by itself", path, MESSAGES, ", ".join(records)
+                )
             return "folder"
         if next(path.glob("trajectories/*.jsonl"), None) or path.name == "trajectories":
             return "shoal"

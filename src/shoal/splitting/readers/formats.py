@@ -26,12 +26,14 @@ from shoal.splitting.readers.keys import (
     is_trained,
     refuse_unread,
     tools_of,
+    unread_keys,
 )
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
     Recording,
     RolloutTokens,
+    Unread,
     answer_text,
     encodable,
     finite_reward,
@@ -56,7 +58,8 @@ from shoal.splitting.readers.records import (
 class ShoalReader(RecordReader):
     """shoal's own `trajectories/*.jsonl`: a run folder, its `trajectories` folder, or one file.
 
-    Ids are `<env>-<iteration>-<group>-<member>`, of held-out ones the file stands first. Episodes that did not end well
+    Of a folder that has episodes of training, those that were played held out are left out. Ids are
+    `<env>-<iteration>-<group>-<member>`, of held-out ones the file stands first. Episodes that did not end well
     (`status` other than "ok") have none; a broken line has that of its file and number, and reading it says what is
     wrong. Tokens and log-probabilities of each turn come along, so `StepwiseTrajectorySplitter(use_vllm_logp=True)`
     trains on exactly those.
@@ -83,12 +86,16 @@ class ShoalReader(RecordReader):
         return short_id(f"{file.stem}-{named}") if own is not None and _held_out(file) else named
 
     def files(self) -> Iterator[Path]:
-        """The files of trajectories."""
+        """The files of trajectories: of training, or all where there is none."""
         folder = self.path / "trajectories" if (self.path / "trajectories").is_dir() else self.path
         files = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
         if not files:
             raise DataError(f"{self.path} holds no trajectories/*.jsonl; give a run folder or a .jsonl file")
-        yield from files
+        trained = [file for file in files if not _held_out(file)]
+        if trained and len(trained) < len(files):
+            first = next(file for file in files if _held_out(file))
+            self._tell(folder, f"held-out episodes; give a file, such as {first.name}, to read them")
+        yield from trained or files
 
     def recording(self, record: Record) -> Recording:
         """The trajectory of a line."""
@@ -184,6 +191,14 @@ class AtifReader(RecordReader):
         """Trajectories of trials, or files of trajectories."""
         trials = sorted(self.path.rglob("agent/trajectory*.json")) if self.path.is_dir() else []
         yield from [file for file in trials if _in_trial(file)] or super().files()
+
+    def sources(self) -> Iterator[Path]:
+        """The files that recordings are made of, apart from images."""
+        for file in self.files():
+            yield file
+            if _in_trial(file):
+                trial = file.parent.parent
+                yield from (path for path in (trial / name for name in TRIAL) if path.is_file())
 
     def label(self, file: Path) -> str:
         """The name of a trial, with what tells its file from `trajectory.json`; of another file its own name."""
@@ -324,6 +339,10 @@ def _tokens_of(step: dict[str, Any], where: str) -> RolloutTokens | None:
     return RolloutTokens(tuple(prompt), tuple(ids), tuple(logprobs), where)
 
 
+TRIAL = ("result.json", "verifier/reward.txt")
+"""Files that say what a trial of Harbor was, and what it earned."""
+
+
 def _in_trial(file: Path) -> bool:
     """Whether a file is `trajectory.json` of a trial, or `trajectory.<name>.json` beside it."""
     return file.name.startswith("trajectory.") and file.suffix == ".json" and file.parent.name == "agent"
@@ -332,7 +351,8 @@ def _in_trial(file: Path) -> bool:
 def _trial(folder: Path) -> dict[str, Any]:
     """Task and reward of a Harbor trial, where they were recorded."""
     about: dict[str, Any] = {}
-    result = read_json_file(folder / "result.json") if (folder / "result.json").is_file() else {}
+    result_file, reward_file = (folder / name for name in TRIAL)
+    result = read_json_file(result_file) if result_file.is_file() else {}
     if isinstance(result, dict):
         if isinstance(result.get("task_name"), str):
             about["uid"] = result["task_name"]
@@ -340,11 +360,16 @@ def _trial(folder: Path) -> dict[str, Any]:
         rewards = verified.get("rewards") if isinstance(verified, dict) else None
         if isinstance(rewards, dict) and "reward" in rewards:
             return about | {"reward": rewards["reward"]}
-    if (folder / "verifier" / "reward.txt").is_file():
-        about["reward"] = read_text(folder / "verifier" / "reward.txt").strip()
+    if reward_file.is_file():
+        about["reward"] = read_text(reward_file).strip()
     return about
 
 
+INSTRUCTIONS = ("task_config.json", "task.json", "instruction.txt")
+"""Files that may say what a task of OSWorld is."""
+OSWORLD_STEP: Shape = dict.fromkeys((
+    "step_num", "action", "action_timestamp", "response", "screenshot_file", "reward", "done", "info", *MARKS,
+))  # fmt: skip
 OSWORLD_START = re.compile(r"initial|step_0+(?!\d)")
 """Names of the screenshot before the first action; `step_01` shows what the first one led to."""
 
@@ -369,6 +394,7 @@ class OSWorldReader:
         self.instructions = dict(instructions or {})
         self.system = system
         self._folders: dict[str, Path] | None = None
+        self._unread = Unread()
 
     def ids(self) -> list[str]:
         """Names of the folders that hold a `traj.jsonl`, sorted."""
@@ -383,6 +409,13 @@ class OSWorldReader:
                 folders[name] = file.parent
             self._folders = folders
         return sorted(self._folders)
+
+    def sources(self) -> Iterator[Path]:
+        """The files that recordings are made of, apart from images."""
+        self.ids()
+        names = ("traj.jsonl", "result.txt", *INSTRUCTIONS)
+        for _, folder in sorted((self._folders or {}).items()):
+            yield from (path for path in (folder / name for name in names) if path.is_file())
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The results in the folder of this name, or in `path`."""
@@ -402,7 +435,9 @@ class OSWorldReader:
         messages.append(
             Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:]))
         )
-        for number, step in enumerate(_osworld_steps(source)):
+        steps, unread = _osworld_steps(source)
+        self._unread.tell(source, unread)
+        for number, step in enumerate(steps):
             messages.append(Message("assistant", step["text"], trained=step["trained"]))
             if step["screenshot"]:
                 where = f"{source}, step {number + 1}"
@@ -419,20 +454,22 @@ class OSWorldReader:
     def _instruction(self, dataset_id: str, folder: Path) -> str:
         if dataset_id in self.instructions:
             return self.instructions[dataset_id]
-        for name in ("task_config.json", "task.json"):
+        for name in INSTRUCTIONS[:2]:
             if (folder / name).is_file():
                 value = read_json_file(folder / name)
                 if isinstance(value, dict) and isinstance(value.get("instruction"), str):
                     return str(value["instruction"])
-        if (folder / "instruction.txt").is_file():
-            return read_text(folder / "instruction.txt").strip()
+        if (folder / INSTRUCTIONS[2]).is_file():
+            return read_text(folder / INSTRUCTIONS[2]).strip()
         raise DataError(
             f"{folder}: nothing says what the task was; write instruction.txt there or pass instructions="
         )
 
 
-def _osworld_steps(source: Path) -> list[dict[str, Any]]:
+def _osworld_steps(source: Path) -> tuple[list[dict[str, Any]], set[str]]:
+    """The turns of a file, and the keys of its lines that are not read."""
     steps: dict[Any, dict[str, Any]] = {}
+    unread: set[str] = set()
     for line, value in json_lines(source):
         if not isinstance(value, dict):
             raise DataError(f"{source}, line {line}: expected an object")
@@ -442,6 +479,7 @@ def _osworld_steps(source: Path) -> list[dict[str, Any]]:
         action = action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
         where = f"{source}, line {line}"
         refuse_unread(value, where)
+        unread.update(unread_keys(value, OSWORLD_STEP))
         step = steps.setdefault(
             value.get("step_num", line), {"response": None, "actions": [], "trained": True}
         )
@@ -454,7 +492,7 @@ def _osworld_steps(source: Path) -> list[dict[str, Any]]:
         raise DataError(f"{source} is empty; remove the trajectory")
     for step in steps.values():
         step["text"] = step["response"] if step["response"] is not None else "\n".join(step["actions"])
-    return list(steps.values())
+    return list(steps.values()), unread
 
 
 AGENTNET: Shape = {

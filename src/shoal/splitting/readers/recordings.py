@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,8 +28,10 @@ from shoal.core.files import from_json, read_json, write_bytes
 from shoal.core.registry import SAFE_NAME, check_name
 from shoal.envs.calls import in_order_of_calls
 from shoal.splitting.readers.keys import (
+    MARKS,
     MESSAGE,
     REFUSED_IN_PARTS,
+    Shape,
     is_trained,
     refuse_unread,
     tools_of,
@@ -424,7 +426,27 @@ class ImageLocator:
 
 
 # --- the reader of folders
-MESSAGES = "final_messages.json"
+MESSAGES, TASK = "final_messages.json", "task_config.json"
+
+
+TASK_CONFIG: Shape = dict.fromkeys((
+    "id", "reward", "tools", "instruction", "snapshot", "source", "config", "evaluator", "trajectory", "related_apps",
+    "proxy", "fixed_ip", "possibility_of_env_change", *MARKS,
+))  # fmt: skip
+"""What is read of a `task_config.json`, and what OSWorld keeps there to set a task up and to judge it."""
+
+
+class Unread:
+    """The keys that a reader of folders did not read and has told of."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, source: Path, keys: Iterable[str]) -> None:
+        """Name those that are new."""
+        if unread := sorted(set(keys) - self._told):
+            self._told |= set(unread)
+            logger.warning("%s: not read, here and in other recordings: %s", source, ", ".join(unread))
 
 
 class FolderReader:
@@ -441,7 +463,7 @@ class FolderReader:
     def __init__(self, root: Path | str, *, rollout_tokens: bool = False) -> None:
         self.root = Path(root)
         self.rollout_tokens = rollout_tokens
-        self._unread: set[str] = set()
+        self._unread = Unread()
         self._odd: dict[str, str] = {}  # names of folders by their ids, where these differ
 
     def ids(self) -> list[str]:
@@ -449,6 +471,13 @@ class FolderReader:
         if (self.root / MESSAGES).is_file():
             return [self._own_id()]
         return sorted(self._folders())
+
+    def sources(self) -> Iterator[Path]:
+        """The files that recordings are made of, apart from images."""
+        for one in self.ids():
+            folder = self._folder(one)
+            names = (MESSAGES, TASK, "data_for_step_*") if self.rollout_tokens else (MESSAGES, TASK)
+            yield from (file for name in names for file in sorted(folder.glob(name)))
 
     def _folders(self) -> dict[str, str]:
         """The names of the folders that hold messages, by their ids."""
@@ -462,7 +491,7 @@ class FolderReader:
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording in its folder, or in `path` if that is given."""
         folder = path if path is not None else self._folder(dataset_id)
-        source, config_file = folder / MESSAGES, folder / "task_config.json"
+        source, config_file = folder / MESSAGES, folder / TASK
         raw = read_json_file(source, folder)
         config = read_json_file(config_file, folder) if os.path.lexists(config_file) else {}
         task = config.get("id", folder.resolve().name) if isinstance(config, dict) else None
@@ -471,9 +500,8 @@ class FolderReader:
         refuse_unread(config, str(config_file))
         trained, reward = is_trained(config, str(config_file)), config.get("reward")
         messages = parse_messages(raw, str(source), ImageLocator(folder), trained=trained)
-        if unread := sorted(set(unread_keys(raw, MESSAGE, "messages.")) - self._unread):
-            self._unread |= set(unread)
-            logger.warning("%s: not read, here and in other recordings: %s", source, ", ".join(unread))
+        self._unread.tell(source, unread_keys(raw, MESSAGE, "messages."))
+        self._unread.tell(config_file, unread_keys(config, TASK_CONFIG))
         return Recording(
             dataset_id,
             str(task),

@@ -57,6 +57,7 @@ BOM = b"\xef\xbb\xbf"
 MOST_OF_RECORD = 256 * 2**20
 """Bytes of one record in a `.jsonl` or `.tar`; more is a mistake or an attack."""
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar")
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class RecordReader:
     def files(self) -> Iterator[Path]:
         """The files that hold records, in a fixed order."""
         if self.path.is_dir():
+            if more := ", ".join(_left_out(self.path)):
+                self._tell(self.path, f"{more}; give it by itself, or unpack it into this folder")
             yield from sorted(path for path in self.path.iterdir() if path.suffix.lower() in SUFFIXES)
         elif self.path.is_file():
             yield self.path
@@ -148,6 +151,10 @@ class RecordReader:
             raise DataError(
                 f"{self.path} does not exist; expected a file of records, or a folder of such files"
             )
+
+    def sources(self) -> Iterator[Path]:
+        """The files that recordings are made of, apart from images."""
+        yield from self.files()
 
     def ids(self) -> list[str]:
         """The name of each record, or its file's name with its number."""
@@ -199,10 +206,15 @@ class RecordReader:
                 unread.update(set(unread_keys(_with_messages(value), self.shape)))
         if self.shape is not None and file.suffix.lower() == ".parquet":
             unread.update(_unread_columns(file, self.shape))
-        if unread and file not in self._told:
-            self._told.add(file)
+        if unread:
             counted = (f"{key} ({count} row{'s' * (count > 1)})" for key, count in sorted(unread.items()))
-            logger.warning("%s: not read: %s", file, ", ".join(counted))
+            self._tell(file, ", ".join(counted))
+
+    def _tell(self, place: Path, unread: str) -> None:
+        """Name what is not read of a file or a folder, once."""
+        if place not in self._told:
+            self._told.add(place)
+            logger.warning("%s: not read: %s", place, unread)
 
     def _by_id(self, found: Sequence[Found]) -> dict[str, Place]:
         """Where each recording is. No id is taken twice: the first record keeps it, reading another says so."""
@@ -445,6 +457,15 @@ def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
 
 
 # --- files
+def _left_out(folder: Path) -> Iterator[str]:
+    """The names in a folder of records that hold more of them, where nobody looks: folders, and packed files."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in PACKED or (
+            path.is_dir() and any(inside.suffix.lower() in SUFFIXES for inside in path.rglob("*"))
+        ):
+            yield path.name
+
+
 Parse = Callable[[bytes, str], Any]
 """Makes a value of a line; the text says where it stands, for errors."""
 

@@ -14,7 +14,7 @@ from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.extensions import import_extensions
 from shoal.core.files import remove_leftovers
-from shoal.core.run_folder import RunFolder
+from shoal.core.run_folder import RunFolder, refuse_missing
 from shoal.core.seeding import derive_seed, stream
 from shoal.maths.noise import torch_noise
 from shoal.samplers.huggingface.engine import read_model
@@ -107,8 +107,11 @@ def train_recorded(
 
     Raises:
         ConfigError: the folder holds another run.
+        DataError: there is no run to go on with.
     """
-    with RunFolder(place, "train", config.seed, on_event) as folder:
+    if config.resume:
+        refuse_missing(place)
+    with RunFolder(place, "train-recorded", config.seed, on_event) as folder:
         if folder.metrics_path.exists() and not config.resume:
             raise ConfigError(
                 f"{place} holds a run already: pass resume=true to go on with it, or another run_dir"
