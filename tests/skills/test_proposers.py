@@ -222,7 +222,7 @@ def test_a_skill_that_is_no_longer_in_the_file_is_named(tmp_path: Path, scripted
 
 
 def test_a_file_without_skills_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a list 'skills' of at least one"):
+    with pytest.raises(ConfigError, match="has no skills, and nothing would be trained"):
         described(tmp_path / "skills.yaml")
 
 

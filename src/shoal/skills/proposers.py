@@ -69,6 +69,8 @@ class KnowledgeBase:
         if max_nodes is not None and max_nodes < 0:
             raise ConfigError(f"max_nodes must be at least 0, got {max_nodes}")
         skills = load_skills(path, features)
+        if not skills:
+            raise ConfigError(f"{path} has no skills, and nothing would be trained: describe at least one")
         if target is not None:
             needed = {step.skill for step in plan_for(target, skills, features)}
             skills = [skill for skill in skills if skill.name in needed]

@@ -206,8 +206,8 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
         ConfigError: it is not plain YAML, more than 1 MiB, has unknown keys, or a skill that makes no sense.
     """
     data = read_settings(Path(path))
-    if set(data) - {"world", "skills"} or not isinstance(data.get("skills"), list) or not data["skills"]:
-        raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills' of at least one")
+    if set(data) - {"world", "skills"} or not isinstance(data.get("skills"), list):
+        raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills'")
     world = data.get("world")
     if world is not None and str(world).lower() != features.world.lower():
         raise ConfigError(f"{path} is about {world!r}, the world is {features.world!r}")
