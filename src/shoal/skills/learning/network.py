@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,10 +156,8 @@ class Network:
         """Gradient of the clipped PPO loss (arXiv:1707.06347, eq. 7 and 9) with respect to `flat`."""
         count = len(actions)
         every = np.arange(count)
-        before0 = observations @ self.w0 + self.b0
-        hidden0 = np.maximum(before0, 0)
-        before1 = hidden0 @ self.w1 + self.b1
-        hidden1 = np.maximum(before1, 0)
+        hidden0 = np.maximum(observations @ self.w0 + self.b0, 0)
+        hidden1 = np.maximum(hidden0 @ self.w1 + self.b1, 0)
         heads = hidden1 @ self.wh + self.bh
         logprobs, values = log_softmax(heads[:, :-1]), heads[:, -1]
         probs = np.exp(logprobs)
@@ -174,10 +172,10 @@ class Network:
         g_w0, g_b0, g_w1, g_b1, g_wh, g_bh = _views(out, self.shape)
         np.matmul(hidden1.T, d_heads, out=g_wh)
         g_bh[:] = d_heads.sum(0)
-        d_hidden = (d_heads @ self.wh.T) * (before1 > 0)
+        d_hidden = (d_heads @ self.wh.T) * (hidden1 > 0)
         np.matmul(hidden0.T, d_hidden, out=g_w1)
         g_b1[:] = d_hidden.sum(0)
-        d_hidden = (d_hidden @ self.w1.T) * (before0 > 0)
+        d_hidden = (d_hidden @ self.w1.T) * (hidden0 > 0)
         np.matmul(observations.T, d_hidden, out=g_w0)
         g_b0[:] = d_hidden.sum(0)
         losses = Losses(
@@ -232,24 +230,12 @@ _MIXTURE_KEY = re.compile(r"expert_(0|[1-9][0-9]*)/(.+)")
 _NOTE = "shoal"  # all metadata under one key: with several, the order in the file, and its sha256, would vary
 
 
-def remap(indices: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Global expert indices to contiguous local ones and back, in ascending order.
-
-    >>> remap([50, 0, 10, 5])
-    ({0: 0, 5: 1, 10: 2, 50: 3}, {0: 0, 1: 5, 2: 10, 3: 50})
-    """
-    chosen = sorted(set(indices))
-    if chosen and chosen[0] < 0:
-        raise ValueError(f"expert indices must not be negative, got {chosen[0]}")
-    return {index: local for local, index in enumerate(chosen)}, dict(enumerate(chosen))
-
-
 def build_remapping(
     dependency_skill_names: Sequence[str],
     new_skill_global_expert_idx: int,
     completed_skills: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Global to local and local to global indices of the experts that a training loads.
+    """Global to local and local to global indices of the experts that a training loads, both ascending.
 
     Args:
         dependency_skill_names: skills whose experts the training needs.
@@ -257,7 +243,7 @@ def build_remapping(
         completed_skills: `{name: {"expert_idx": …}}`.
 
     Raises:
-        ValueError: a dependency that is not among the completed skills.
+        ValueError: a dependency that is not among the completed skills, or an expert below 0.
 
     >>> done = {"Collect Wood": {"expert_idx": 0}, "Collect Stone": {"expert_idx": 2}}
     >>> build_remapping(["Collect Wood", "Collect Stone"], 7, done)
@@ -268,21 +254,17 @@ def build_remapping(
             raise ValueError(
                 f"dependency {name!r} is not among the completed skills.{did_you_mean(name, completed_skills)}"
             )
-    needed = [int(completed_skills[name]["expert_idx"]) for name in dependency_skill_names]
-    return remap([*needed, new_skill_global_expert_idx])
+    needed = {int(completed_skills[name]["expert_idx"]) for name in dependency_skill_names}
+    chosen = sorted({*needed, new_skill_global_expert_idx})
+    if chosen[0] < 0:
+        raise ValueError(f"expert indices must not be negative, got {chosen[0]}")
+    return {index: local for local, index in enumerate(chosen)}, dict(enumerate(chosen))
 
 
 def join_mixture(experts: Mapping[int, Mapping[str, NDArray]]) -> Arrays:
     """One flat set of arrays `expert_<local>/<key>` of several experts."""
     return {
         f"expert_{local}/{key}": array for local, params in experts.items() for key, array in params.items()
-    }
-
-
-def arrays_of(group: str, arrays: Mapping[str, NDArray]) -> Arrays:
-    """The arrays whose names begin with `group/`, without that."""
-    return {
-        key.removeprefix(f"{group}/"): array for key, array in arrays.items() if key.startswith(f"{group}/")
     }
 
 

@@ -20,7 +20,7 @@ from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
 from shoal.maths.updates import gae
-from shoal.skills.learning.network import Adam, Network, Shape, arrays_of, check_expert
+from shoal.skills.learning.network import Adam, Network, Shape, check_expert
 from shoal.skills.plan import Step
 from shoal.skills.spec import MAX_HORIZON, Skill
 from shoal.skills.worlds.course import Course, walk
@@ -29,6 +29,9 @@ from shoal.skills.worlds.world import Bank, Floats, Ints, World
 
 STROLLERS, TURN = 0.75, 0.1
 """Share of start states that are left by a random walk, and the probability per step that it turns."""
+_ARRAYS = ("at", "elapsed", "start", "acted", "best_acted")
+_NUMBERS = ("update", "frames", "walked", "best_at", "best_success", "pace")
+"""Attributes of a `Trainer` that its `state` holds, arrays and plain data."""
 Report = Callable[[dict[str, Any]], None]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Frames = Annotated[float, msgspec.Meta(ge=1)]
@@ -132,9 +135,8 @@ class Result:
     frames: int
     walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
-    pace: (
-        float | None
-    )  # env steps per successful application when evaluated, failures included; None if all failed
+    pace: float | None
+    """env steps per successful application when evaluated, failures included; None if all failed"""
 
 
 @dataclass
@@ -152,18 +154,6 @@ class Rollout:
     ends: Floats
     ended: int = 0
     succeeded: int = 0
-
-    @staticmethod
-    def empty(steps: int, lanes: int, inputs: int) -> Rollout:
-        """Room for `steps` steps of `lanes` lanes."""
-
-        def zeros() -> Floats:
-            return np.zeros((steps, lanes), np.float32)
-
-        return Rollout(
-            np.empty((steps, lanes, inputs), np.float32), np.zeros((steps, lanes), np.int64),
-            np.zeros((steps, lanes), np.int64), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(),
-        )  # fmt: skip
 
 
 class Trainer:
@@ -184,7 +174,12 @@ class Trainer:
         self.target = len(task.plan) - 1
         self.own = task.route[self.target]
         self.deps_learn = config.train_deps == "on"
-        self.masks = self._masks()
+        # 1 where each expert may learn, 0 for inputs that its skill does not name: practice never varies them.
+        self.masks = []
+        for index, net in enumerate(self.nets):
+            known = self.task.skills[self._skill_of(index)].speaks_of()
+            unknown = [c for f, c in self.world.feature_columns.items() if f not in known]
+            self.masks.append(net.mask_inputs(unknown))
         self.adams = [Adam(net.flat.size) for net in self.nets]
         self.update = self.frames = self.walked = self.best_at = 0
         self.acted = np.zeros(len(self.nets), np.int64)
@@ -219,16 +214,6 @@ class Trainer:
 
     def _course(self, plan: Sequence[Step], route: Sequence[int]) -> Course:
         return Course(plan, self.task.skills, self.world.features, route, self.task.config.practice_horizon)
-
-    def _masks(self) -> list[Floats]:
-        """1 where each expert may learn, 0 for inputs that its skill does not name: practice never varies them."""
-        masks = []
-        for index, net in enumerate(self.nets):
-            known = self.task.skills[self._skill_of(index)].speaks_of()
-            masks.append(
-                net.mask_inputs([c for f, c in self.world.feature_columns.items() if f not in known])
-            )
-        return masks
 
     def prepare(self) -> None:
         """Make the banks: start states for practice, and others for evaluation that practice never sees."""
@@ -286,10 +271,8 @@ class Trainer:
             if self.best_success >= config.success_state_rate:
                 stopped = "learned"
                 break
-            if (
-                self.best_success >= config.min_success
-                and self.frames - self.best_at >= config.patience_frames
-            ):
+            waited = self.frames - self.best_at
+            if self.best_success >= config.min_success and waited >= config.patience_frames:
                 stopped = "plateau"
                 break
             if self.update % config.checkpoint_every == 0:
@@ -344,11 +327,9 @@ class Trainer:
     def _restart(self, mask: np.ndarray, rng: np.random.Generator, fresh: Bank | None) -> None:
         """Begin new episodes in the lanes of `mask`."""
         lanes = len(mask)
-        whole = mask & (np.arange(lanes) % 2 == 0) if self.deps_learn and self.target else mask & False
-        new = mask & (np.arange(lanes) % 2 == 0) if fresh is not None and not self.target else mask & False
-        self.world.load(self.bank, rng.integers(0, len(self.bank), lanes), mask & ~whole & ~new)
-        if fresh is not None and new.any():
-            self.world.load(fresh, rng.integers(0, len(fresh), lanes), new)
+        from_reset = self.deps_learn if self.target else fresh is not None
+        whole = mask & (np.arange(lanes) % 2 == 0) if from_reset else mask & False
+        self.world.load(self.bank, rng.integers(0, len(self.bank), lanes), mask & ~whole)
         self.at[mask] = self.target
         if whole.any():
             worlds = fresh if fresh is not None else self._whole_worlds
@@ -371,7 +352,11 @@ class Trainer:
             self.start = np.zeros((lanes, len(world.features.names)), np.float32)
             self._restart(np.ones(lanes, np.bool_), rng, fresh)
             self.begun = True
-        out = Rollout.empty(steps, lanes, world.obs_size)
+        out = Rollout(
+            np.empty((steps, lanes, world.obs_size), np.float32),
+            *np.zeros((2, steps, lanes), np.int64),
+            *np.zeros((6, steps, lanes), np.float32),
+        )
         observations, values = world.observe(), world.values()
         for t in range(steps):
             expert = course.expert[self.at]
@@ -428,12 +413,9 @@ class Trainer:
             rollout.rewards, rollout.values, rollout.next_values, rollout.terminal, rollout.ends,
             gamma=config.gamma, gae_lambda=config.gae_lambda, dtype=np.float32,
         )  # fmt: skip
-        fall = (
-            min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)
-            if config.anneal_lr
-            else 0
-        )
-        lr = config.lr * (1 - 0.9 * fall)
+        lr = config.lr
+        if config.anneal_lr:
+            lr *= 1 - 0.9 * min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)
         flat = [
             array.reshape(-1, *array.shape[2:])
             for array in (
@@ -498,31 +480,24 @@ class Trainer:
                 f"net/{index}": net.flat, f"adam/mean/{index}": adam.mean, f"adam/square/{index}": adam.square,
                 f"best/{index}": best.flat,
             }  # fmt: skip
-        arrays |= {
-            "at": self.at, "elapsed": self.elapsed, "start": self.start, "acted": self.acted,
-            "best_acted": self.best_acted,
-        }  # fmt: skip
-        plain = {
-            "update": self.update, "frames": self.frames, "walked": self.walked, "best_at": self.best_at,
-            "best_success": self.best_success, "pace": self.pace, "recent": [list(pair) for pair in self.recent],
-            "adam": [adam.count for adam in self.adams],
-        }  # fmt: skip
+        arrays |= {name: getattr(self, name) for name in _ARRAYS}
+        plain = {name: getattr(self, name) for name in _NUMBERS}
+        plain |= {"recent": [list(pair) for pair in self.recent], "adam": [adam.count for adam in self.adams]}
         return arrays, plain
 
     def restore(self, arrays: Mapping[str, np.ndarray], plain: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, after `prepare`."""
         lanes = self.task.config.num_envs
-        self.world.load(Bank(arrays_of("world", arrays)), np.arange(lanes), np.ones(lanes, np.bool_))
+        world = {key.removeprefix("world/"): arrays[key] for key in arrays if key.startswith("world/")}
+        self.world.load(Bank(world), np.arange(lanes), np.ones(lanes, np.bool_))
         for index, (net, adam, best) in enumerate(zip(self.nets, self.adams, self.best, strict=True)):
             net.flat[:], best.flat[:] = arrays[f"net/{index}"], arrays[f"best/{index}"]
             adam.mean[:], adam.square[:] = arrays[f"adam/mean/{index}"], arrays[f"adam/square/{index}"]
             adam.count = int(plain["adam"][index])
-        self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
-        self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
-        self.best_acted = arrays["best_acted"].copy()
-        self.update, self.frames = int(plain["update"]), int(plain["frames"])
-        self.walked, self.best_at = int(plain["walked"]), int(plain["best_at"])
-        self.best_success, self.pace = float(plain["best_success"]), plain["pace"]
+        for name in _ARRAYS:
+            setattr(self, name, arrays[name].copy())
+        for name in _NUMBERS:
+            setattr(self, name, plain[name])
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True
 

@@ -126,14 +126,12 @@ def walk(
     A world whose lanes are cheap to change is made smaller as lanes finish; `world` hands in one to use as it
     is, `world.lanes` states at a time. Of such a one `watch` is called with each state.
     """
-    if world is None:
-        lanes = len(starts)
-        world = make_world(world_name, lanes)
-        return _walk(world, np.arange(lanes), starts, course, experts, rng, world_name, None)
+    shrink = world_name if world is None else None
+    world = world or make_world(world_name, len(starts))
     parts = []
     for first in range(0, len(starts), world.lanes):
         rows = np.arange(first, min(first + world.lanes, len(starts)))
-        parts.append(_walk(world, rows, starts, course, experts, rng, None, watch))
+        parts.append(_walk(world, rows, starts, course, experts, rng, shrink, watch))
     joined = {
         item.name: np.concatenate([getattr(part, item.name) for part in parts])
         for item in fields(Walk)
@@ -208,17 +206,11 @@ def _walk(
     return Walk(reached[:total], length[:total], bank, reached[:total] >= steps, acted)
 
 
-def act(
-    observations: Floats,
-    expert: Ints,
-    experts: Sequence[Expert],
-    uniforms: Floats,
-    live: Bools | None = None,
-) -> Ints:
+def act(observations: Floats, expert: Ints, experts: Sequence[Expert], uniforms: Floats, live: Bools) -> Ints:
     """An action for every lane, from the expert that lane is routed to; lanes not `live` get action 0."""
     actions = np.zeros(len(observations), np.int64)
-    for index in np.unique(expert if live is None else expert[live]):
-        lanes = np.flatnonzero(expert == index if live is None else live & (expert == index))
+    for index in np.unique(expert[live]):
+        lanes = np.flatnonzero(live & (expert == index))
         everyone = len(lanes) == len(observations)
         logprobs, _ = experts[index].forward(observations if everyone else observations[lanes])
         actions[lanes] = sample(logprobs, uniforms[lanes])
