@@ -100,16 +100,10 @@ class NewVersion:
 
 
 @dataclass(frozen=True)
-class VersionRow:
+class VersionRow(NewVersion):
     """One version of an expert."""
 
     id: int
-    expert: int
-    sha256: str
-    parent: int | None
-    frames: int
-    acted: int
-    accepted: bool
     attempt: int | None
     created: float
 

@@ -11,7 +11,7 @@ from shoal.core.files import write_bytes, write_json
 from shoal.core.run_folder import whole_rows
 from shoal.skills.graph.launchers import adopting_launcher
 from shoal.skills.graph.process import DONE
-from shoal.skills.graph.store import AttemptRow, SkillRow, Store, VersionRow
+from shoal.skills.graph.store import AttemptRow, SkillRow, Store
 
 
 def skill_folder(row: SkillRow) -> str:
@@ -38,31 +38,27 @@ def with_experts(store: Store) -> dict[str, dict[str, Any]]:
 def export_views(store: Store) -> None:
     """Bring the folders and files up to date; what is right already is not touched."""
     for row in store.skills():
-        if row.expert is not None and (head := store.head(row.expert)):
-            _export_skill(store, row, head)
-    folder = store.root / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    _show_json(folder / "global_latest.json", {"skills": with_experts(store)})
-
-
-def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
-    folder = store.root / skill_folder(row)
-    policy = folder / f"expert_{row.expert}_policy"
-    policy.mkdir(parents=True, exist_ok=True)
-    _show(policy / "params.safetensors", store.blob_path(head.sha256).read_bytes())
-    _show_json(
-        policy / "metadata.json",
-        {
+        head = store.head(row.expert) if row.expert is not None else None
+        if head is None:
+            continue
+        folder = store.root / skill_folder(row)
+        policy = folder / f"expert_{row.expert}_policy"
+        policy.mkdir(parents=True, exist_ok=True)
+        _show(policy / "params.safetensors", store.blob_path(head.sha256).read_bytes())
+        metadata = {
             "skill_name": row.name,
             "global_expert_idx": row.expert,
             "total_frames": head.frames,
             "version": head.id,
             "sha256": head.sha256,
             "updated_at": head.created,
-        },
-    )
-    _show_json(folder / "metadata.json", {"skill_name": row.name, "spec": row.spec.as_dict()})
-    _show_json(folder / "metrics.json", row.result)
+        }
+        _show_json(policy / "metadata.json", metadata)
+        _show_json(folder / "metadata.json", {"skill_name": row.name, "spec": row.spec.as_dict()})
+        _show_json(folder / "metrics.json", row.result)
+    checkpoints = store.root / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    _show_json(checkpoints / "global_latest.json", {"skills": with_experts(store)})
 
 
 def _show(path: Path, data: bytes) -> None:

@@ -113,14 +113,28 @@ def _merge(
         for index in outcome.experts
         if outcome.acted_frames.get(index) or str(index) not in run.spec["loaded"] or index == run.expert
     ]  # the others were only used, so there is nothing new to keep
+    name, expert = run.spec["skill"], run.expert
     with store.transaction():
         if store.merged(mark) or (attempt is not None and store.attempt(attempt).outcome == "merged"):
             return None
-        _register(store, run)
+        # A folder that was prepared by hand brings its skill, with the expert it was prepared for.
+        owner = {row.expert: row.name for row in store.skills()}.get(expert)
+        if owner not in (None, name):
+            raise ConfigError(f"expert {expert} belongs to {owner!r} in {store.root}, not to {name!r}")
+        if name not in {row.name for row in store.skills()}:
+            skill = parse_skill(run.spec["skills"][name])
+            store.add_skill(skill, [], int(run.spec["config"]["total_timesteps"]))
+        if owner is None:
+            store.update_skill(name, expert=expert)
+        if store.setting("world") is None:
+            store.set_setting("world", run.spec["world"])
+        if attempt is None:  # finished by hand
+            running = store.attempts(name, running=True)
+            attempt = running[-1].id if running else store.begin_attempt(name, run.folder)
         heads = {index: store.head(index) for index in changed}
         versions = [_version(store, run, outcome, index, head) for index, head in heads.items()]
         store.commit_training(
-            _launch_of(store, run, attempt), versions,
+            attempt, versions,
             result={**outcome.numbers, "success": outcome.success, "frames": outcome.frames},
             frames=outcome.frames, mark=mark,
         )  # fmt: skip
@@ -130,29 +144,6 @@ def _merge(
         else {"action": "kept", "frames": head.frames}
         for made in versions
     }
-
-
-def _register(store: Store, run: Run) -> None:
-    """Add the skill of a folder that was prepared by hand, with the expert it was prepared for."""
-    name, expert = run.spec["skill"], run.expert
-    owner = {row.expert: row.name for row in store.skills()}.get(expert)
-    if owner not in (None, name):
-        raise ConfigError(f"expert {expert} belongs to {owner!r} in {store.root}, not to {name!r}")
-    if name not in {row.name for row in store.skills()}:
-        skill = parse_skill(run.spec["skills"][name])
-        store.add_skill(skill, [], int(run.spec["config"]["total_timesteps"]))
-    if owner is None:
-        store.update_skill(name, expert=expert)
-    if store.setting("world") is None:
-        store.set_setting("world", run.spec["world"])
-
-
-def _launch_of(store: Store, run: Run, attempt: int | None) -> int:
-    """The launch to commit; a folder finished by hand gets one."""
-    if attempt is not None:
-        return attempt
-    running = store.attempts(run.spec["skill"], running=True)
-    return running[-1].id if running else store.begin_attempt(run.spec["skill"], run.folder)
 
 
 def _version(store: Store, run: Run, outcome: Outcome, index: int, head: VersionRow | None) -> NewVersion:

@@ -120,9 +120,17 @@ def prepare_training_run(
     with (
         contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
     ):
-        mixture, loaded = _load_mixture(
-            opened, to_global, global_expert_idx, completed_skills, initialize_expert_fn
-        )
+        loaded: dict[int, dict[str, Any]] = {}  # which version of each expert; a new one has none yet
+        mixture: dict[int, Mapping[str, NDArray]] = {}  # parameters by local number
+        for local, index in to_global.items():
+            if head := opened.head(index):
+                mixture[local] = decode(opened.get_blob(head.sha256), f"expert {index}")[0]
+                loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
+            elif index != global_expert_idx:
+                owner = {int(done["expert_idx"]): name for name, done in completed_skills.items()}
+                raise DataError(f"expert {index} ({owner.get(index)!r}) has no version in {opened.root}")
+            elif initialize_expert_fn is not None:
+                mixture[local] = dict(initialize_expert_fn())
     experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed}
     experts[skill_name] = global_expert_idx
     remap = {
@@ -150,34 +158,12 @@ def prepare_training_run(
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
     clear_marks(folder)
-    Run(folder, spec).clear_checkpoints()  # they are of another training
+    for path in Run(folder, spec).checkpoints():  # they are of another training
+        path.unlink(missing_ok=True)
     write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
     write_json(policies / "remap.json", remap)
     write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
-
-
-def _load_mixture(
-    store: Store,
-    to_global: Mapping[int, int],
-    own: int,
-    completed_skills: Mapping[str, Mapping[str, Any]],
-    initialize: Callable[[], Mapping[str, NDArray]] | None,
-) -> tuple[dict[int, Mapping[str, NDArray]], dict[int, dict[str, Any]]]:
-    """Parameters by local number, and which version of each expert they are; a new expert has none yet."""
-    loaded: dict[int, dict[str, Any]] = {}
-    mixture: dict[int, Mapping[str, NDArray]] = {}
-    for local, index in to_global.items():
-        head = store.head(index)
-        if head is not None:
-            mixture[local] = decode(store.get_blob(head.sha256), f"expert {index}")[0]
-            loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
-        elif index != own:
-            owner = {int(done["expert_idx"]): name for name, done in completed_skills.items()}
-            raise DataError(f"expert {index} ({owner.get(index)!r}) has no version in {store.root}")
-        elif initialize is not None:
-            mixture[local] = dict(initialize())
-    return mixture, loaded
 
 
 @dataclass(frozen=True)
@@ -258,16 +244,10 @@ class Run:
         """The newest checkpoint whose bytes are intact; broken ones are passed over."""
         for path in reversed(self.checkpoints()):
             data = path.read_bytes()
-            match = _CHECKPOINT.fullmatch(path.name)
-            if match and hashlib.sha256(data).hexdigest().startswith(match[2]):
+            if hashlib.sha256(data).hexdigest().startswith(path.stem.rpartition("-")[2]):
                 with contextlib.suppress(DataError):
                     return decode(data, str(path))
         return None
-
-    def clear_checkpoints(self) -> None:
-        """Forget checkpoints, so that the next training starts from the mixture."""
-        for path in self.checkpoints():
-            path.unlink(missing_ok=True)
 
 
 class _Numbers(TypedDict, total=False):
