@@ -21,7 +21,6 @@ from shoal.skills.proposers import (
     Replay,
     first_object,
     knowledge_base,
-    read_proposals,
 )
 from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import Skill, load_skills
@@ -344,7 +343,7 @@ def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Ser
     model, known = LanguageModel("m", server.url, CRAFTING, record=record), []
     while (skill := model.next_skill(known, [], {})) is not None:
         known.append(skill)
-    rows = read_proposals(record)
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert [row["refused"] is not None for row in rows] == [False, True, False, False]
     assert "horizon must be at most 10000" in rows[1]["refused"]
     assert rows[1]["reply"] == json.dumps({**table, "horizon": 10**12})

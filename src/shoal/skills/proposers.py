@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,8 +42,6 @@ class Proposer(Protocol):
 
 def knowledge_base(world: str) -> Path:
     """The skills that come with shoal for a world."""
-    from importlib import resources
-
     path = Path(str(resources.files("shoal") / "configs" / "skills" / f"{world}.yaml"))
     if not path.exists():
         raise ConfigError(f"no skills come with the world {world!r}; name a YAML file of them with --skills")
@@ -225,20 +224,14 @@ class LanguageModel:
         """Add a reply to the record, durably before it is used."""
         if self.record is None:
             return
-        spec = became.as_dict() if isinstance(became, Skill) else None
         row = {
             "time": time.time(),
             "model": self.model,
             "reply": reply[:MAX_REPLY],
             "refused": became if isinstance(became, str) else None,
-            "skill": spec,
+            "skill": became.as_dict() if isinstance(became, Skill) else None,
         }
         append_line(self.record, json.dumps(row).encode() + b"\n", durable=True)
-
-
-def read_proposals(path: Path | str) -> list[dict[str, Any]]:
-    """The whole rows of a record of proposals, oldest first; one that a kill cut short is left out."""
-    return whole_rows(Path(path).read_bytes() + b"\n")
 
 
 class Replay:
@@ -253,7 +246,7 @@ class Replay:
 
     def __init__(self, path: Path | str, features: Features) -> None:
         skills: dict[str, Skill] = {}
-        rows = read_proposals(path)
+        rows = whole_rows(Path(path).read_bytes() + b"\n")  # a kill may have cut the last one short
         if not rows or not all(isinstance(row.get("skill"), dict | None) for row in rows):
             raise ConfigError(f"{path} is no record of proposals: name the proposals.jsonl that a run left")
         for row in rows:

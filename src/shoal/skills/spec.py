@@ -144,8 +144,7 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         check_fields(skill)
     except ConfigError as error:
         raise fail(str(error)) from error
-    named = [*skill.speaks_of(), *skill.upkeep]
-    for name in named:
+    for name in [*skill.speaks_of(), *skill.upkeep]:
         if name not in features.names:
             raise fail(f"no feature named {name!r} in {features.world}.{did_you_mean(name, features.names)}")
     for action in skill.actions if features.actions else ():

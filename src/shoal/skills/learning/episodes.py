@@ -99,21 +99,18 @@ def plan_of(
     if not rows:
         raise ConfigError(f"{store.root} holds no trained skill yet")
     specs = [row.spec for row in rows]
-    names = [row.name for row in rows]
     if target is not None:
         return world_name, plan_for(store.skill(target).name, specs, features)
-    return world_name, covering_plan(specs, features, only=only or names)
+    return world_name, covering_plan(specs, features, only=only or None)
 
 
-def record_chain(
-    store: Store, seed: int = 0, lanes: int = 32
-) -> tuple[list[Bank], list[Step], list[int], bool]:
+def record_chain(store: Store, seed: int = 0) -> tuple[list[Bank], list[Step], list[int], bool]:
     """States of one unseen world while the whole plan is played in it, with the plan step at each.
 
-    Of `lanes` worlds the one that finishes first is taken, or the one that got furthest.
+    Of 32 worlds (or `most_lanes`) the one that finishes first is taken, or the one that got furthest.
     """
     world_name, plan = plan_of(store)
-    lanes = getattr(world_class(world_name), "most_lanes", None) or lanes
+    lanes = getattr(world_class(world_name), "most_lanes", None) or 32
     world = make_world(world_name, lanes)
     course, experts = _course(store, plan, world)
     states: list[Bank] = []
@@ -246,14 +243,11 @@ class Chooser:
             {self.features.index(item) for skill in self.skills for item in skill.requirements}
         )
         self.items = [self.features.names[column] for column in self.asked]
-        lasting = [
-            not is_relative(skill.done, self.features) and not skill.gain.keys() & self.features.places
-            for skill in self.skills
-        ]
-        self.columns = [
-            self.features.index(skill.done.feature) if lasts and skill.done.op == ">=" else None
-            for skill, lasts in zip(self.skills, lasting, strict=True)
-        ]
+        self.columns: list[int | None] = []
+        for skill in self.skills:
+            absolute = not is_relative(skill.done, self.features) and skill.done.op == ">="
+            lasts = absolute and not skill.gain.keys() & self.features.places
+            self.columns.append(self.features.index(skill.done.feature) if lasts else None)
 
     def pressing(self, values: Floats) -> tuple[Ints, Ints]:
         """`[lanes]` the skill whose upkeep condition holds (of several the last listed), and what it is short of.
@@ -357,7 +351,6 @@ def _play(
     lanes, skills = world.lanes, chooser.skills
     steps = [Step(name, 1) for name in chooser.names]
     course = Course(steps, chooser.by_name, chooser.features, range(len(skills)))
-    full = chooser.full
     memories = [
         Memory(np.zeros(len(skills), np.bool_), np.zeros(len(skills), np.int64)) for _ in range(lanes)
     ]
@@ -393,8 +386,7 @@ def _play(
         had[live] |= values[live] > 0
         length += live
         elapsed += 1
-        lane_of = np.arange(lanes)
-        filled = values[lane_of, keeping] >= full[keeping]
+        filled = values[np.arange(lanes), keeping] >= chooser.full[keeping]
         done = live & ~dead & np.where(keeping >= 0, filled, course.satisfied(at, values, start))
         late = live & ~done & (elapsed >= course.horizon[at])
         for lane in np.flatnonzero(done):

@@ -117,18 +117,16 @@ class GymnasiumWorld:
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds: seeds, with nothing played yet."""
         seeds = rng.integers(1, 2**31 - 1, count)
+        if not self._copied():
+            return Bank({"seed": seeds, "played": np.full((count, MOST_STEPS), -1, np.int16)})
         saved = self._seeds[0], self._played[0], self._envs[0]
-        copied = self._copied()
-        if copied:  # from the env, which must be at its reset then
-            self._envs[0] = self.make()
+        self._envs[0] = self.make()
         states: list[Mapping[str, Any]] = []
         for seed in seeds:
             self._seeds[0], self._played[0] = int(seed), []
-            if copied:
-                self._envs[0].reset(seed=int(seed))
-            states.append({**self.freeze(0), OVER: np.False_} if copied else self.freeze(0))
-        if copied:
-            self._envs[0].close()
+            self._envs[0].reset(seed=int(seed))  # from which the state is copied
+            states.append({**self.freeze(0), OVER: np.False_})
+        self._envs[0].close()
         self._seeds[0], self._played[0], self._envs[0] = saved
         return _bank(states)
 
