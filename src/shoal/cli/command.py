@@ -237,14 +237,15 @@ def _options(kind: Any, default: Any) -> Iterator[_Option]:
     for field in fields(kind):
         hint = plain[field.name]  # without the marks of what is inside, too
         marks = getattr(hints[field.name], "__metadata__", ())
-        value = getattr(default, field.name) if default is not None else _default_of(field)
+        value = getattr(default, field.name) if default is not None else default_of(field)
         if is_dataclass(hint):
             yield from _options(hint, value)
         elif not any(isinstance(mark, Parameter) and mark.parse is False for mark in marks):
             yield _Option(field.name, hint, value, notes.get(field.name, ""), marks)
 
 
-def _default_of(field: Field[Any]) -> Any:
+def default_of(field: Field[Any]) -> Any:
+    """The default of a field, `MISSING` if it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
@@ -287,7 +288,7 @@ def _filled(kind: Any, default: Any, given: Mapping[str, Any]) -> Any:
     """The options with what was given, and else the defaults."""
     hints, values = get_type_hints(kind), {}
     for field in fields(kind):
-        value = getattr(default, field.name) if default is not None else _default_of(field)
+        value = getattr(default, field.name) if default is not None else default_of(field)
         if is_dataclass(hints[field.name]):
             values[field.name] = _filled(hints[field.name], value, given)
         else:

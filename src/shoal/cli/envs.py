@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import os
@@ -12,10 +11,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any
 
-from shoal.cli.command import Command, Group, Positional
+from shoal.cli.command import Command, Group, Positional, default_of
 from shoal.cli.grammar import (
     EnvKwargs,
     Settings,
@@ -44,8 +43,6 @@ from shoal.envs.catalogue import (
 from shoal.envs.check import Job, blaming, run_apart
 from shoal.envs.text import TextConfig, TextEnv
 
-Name = Annotated[str, Positional("NAME")]
-
 EXAMPLES = """\
 examples:
   shoal envs list
@@ -66,7 +63,7 @@ class ListCommand:
 class Named:
     """An env that is named on the command line."""
 
-    name: Name
+    name: Annotated[str, Positional("NAME")]
     """A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function."""
     settings: Settings = ()
     """Settings of the env; `shoal envs show NAME` lists them."""
@@ -118,7 +115,7 @@ class ServeCommand(Named):
     """Port to listen on; 0 takes a free one."""
 
 
-def _list(command: ListCommand) -> int:
+def _list(command: ListCommand) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -143,7 +140,6 @@ def _list(command: ListCommand) -> int:
         table.add_row(name, line, f"of the package {entry.package}")
     wide_console().print(table)
     print("\nshoal envs show NAME tells all about one; shoal envs play NAME plays it.")
-    return 0
 
 
 _ADAPTER_EXAMPLES = {
@@ -160,16 +156,17 @@ _ADAPTER_EXAMPLES = {
 }
 
 
-def _show(command: ShowCommand) -> int:
+def _show(command: ShowCommand) -> None:
     kind = find(command.name)
     refuse_below(command, seed=0)
     with blaming(command.name):
-        return _show_it(command, kind)
+        if isinstance(kind, type) and issubclass(kind, TextEnv) and not command.wrappers:
+            _show_text(command, kind)
+        else:
+            _show_any(command)
 
 
-def _show_it(command: ShowCommand, kind: Any) -> int:
-    if not (isinstance(kind, type) and issubclass(kind, TextEnv)) or command.wrappers:
-        return _show_any(command)
+def _show_text(command: ShowCommand, kind: type[TextEnv[Any]]) -> None:
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
     width = max(40, shutil.get_terminal_size((110, 24)).columns)
     stated = {"max_steps": kind.max_steps} if kind.Config is TextConfig else {}
@@ -182,7 +179,7 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
         if command.settings or command.env_kwargs:
             raise
         print(f"\nIt cannot start without settings: {error}")
-        return 0
+        return
     told = textwrap.indent(textwrap.fill(env.instructions, width - 2), "  ")
     print(harmless(f"\nWhat the agent is told:\n{told}"))
     seen = textwrap.indent(str(env.observe()), "  ")
@@ -192,10 +189,9 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
     if "optimal_pushes" in info:
         print(f"info also has {{'optimal_pushes': {info['optimal_pushes']}}}")
     env.close()
-    return 0
 
 
-def _show_any(command: ShowCommand) -> int:
+def _show_any(command: ShowCommand) -> None:
     """An env that is no text env: what it is made of, and a first observation."""
     env = _resolved(command)()
     kind = type(env.unwrapped)
@@ -227,7 +223,6 @@ def _show_any(command: ShowCommand) -> int:
     except ConfigError as error:
         as_text = f"Agents cannot see it: {error}"
     print(f"\n{as_text}\n`make_vec` and `shoal train-ppo` take it as it is.")
-    return 0
 
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -249,13 +244,13 @@ def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:
     return resolve(command.name, env_kwargs=kwargs, wrappers=command.wrappers)
 
 
-def _play(command: PlayCommand) -> int:
+def _play(command: PlayCommand) -> None:
     refuse_below(command, seed=0)
     with blaming(command.name):
-        return _play_it(command)
+        _play_it(command)
 
 
-def _play_it(command: PlayCommand) -> int:
+def _play_it(command: PlayCommand) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -272,7 +267,7 @@ def _play_it(command: PlayCommand) -> int:
         said = _ask(env, words, keys)
         if said is None:
             console.print(f"left after {info['step']} steps, return {total:g}")
-            return 0
+            return
         if said == "h" and hasattr(env, "solution"):
             hint = env.expert_action()
             console.print(f"hint: {harmless(str(hint))}" if hint else "hint: this position is lost; q quits")
@@ -289,7 +284,6 @@ def _play_it(command: PlayCommand) -> int:
     _draw(console, env)
     outcome = "solved" if info["success"] else "over" if terminated else "out of steps"
     console.print(f"{outcome} after {info['step']} steps, return {total:g}", style="bold")
-    return 0
 
 
 def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
@@ -333,7 +327,7 @@ def _check(command: CheckCommand) -> int:
     return int(bool(report.broken))
 
 
-def _serve(command: ServeCommand) -> int:
+def _serve(command: ServeCommand) -> None:
     from shoal.core.ports import LOCAL
     from shoal.envs.adapters.openenv_server import serve
 
@@ -349,7 +343,6 @@ def _serve(command: ServeCommand) -> int:
         port=command.port,
         on_ready=ready,
     )
-    return 0
 
 
 def _first_line(kind: Any) -> str:
@@ -360,11 +353,9 @@ def _describe_config(config: Any, stated: Mapping[str, Any]) -> list[str]:
     """A line per setting: name, default (what is `stated` goes first) and the sentence below it in the source."""
     notes = field_notes(config)
     lines = []
-    for item in dataclasses.fields(config):
-        default = item.default
-        if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        value = "(needed)" if default is dataclasses.MISSING else repr(stated.get(item.name, default))
+    for item in fields(config):
+        default = default_of(item)
+        value = "(needed)" if default is MISSING else repr(stated.get(item.name, default))
         lines.append(f"  {item.name + ' = ' + value:<34} {notes.get(item.name, '')}".rstrip())
     return lines
 

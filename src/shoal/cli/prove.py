@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
@@ -86,7 +85,11 @@ def prove(options: ProveOptions) -> int:
     names = [name for name in BACKENDS if options.ray or "Ray" not in name]
     if config.trainer.lag:  # what plays while it learns has hosts of its own
         names = [name for name in names if not name.startswith("synchronous")]
-    trainings = list(_trainings(options, short, names, path))
+    trainings = []
+    for name in names:
+        words = (*short, *options.overrides, *RECORDED, *BACKENDS[name])
+        training = composed(replace(options, overrides=words, run_dir=None))
+        trainings.append((name, replace(training, run_dir=str(path / re.sub(r"\W+", "-", name)))))
     rows: list[proof.Row] = []
     with RunFolder(path, "prove", config.seed) as folder:
         print(f"{counted(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
@@ -123,11 +126,3 @@ def prove(options: ProveOptions) -> int:
 
 
 COMMAND = Command(ProveOptions, prove, MORE)
-
-
-def _trainings(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Any]:
-    """The name and the config of each row."""
-    for name in names:
-        words = (*short, *options.overrides, *RECORDED, *BACKENDS[name])
-        config = composed(replace(options, overrides=words, run_dir=None))
-        yield name, replace(config, run_dir=str(path / re.sub(r"\W+", "-", name)))

@@ -218,8 +218,7 @@ def _pick_file(folder: Path, wanted: str | None) -> Path | None:
                 f"no {wanted!r} in {folder}; there are: {', '.join(f.name for f in files) or 'none'}"
             )
         return named[0]
-    held_out = [file for file in files if file.name.startswith("heldout")]
-    candidates = held_out or files
+    candidates = [file for file in files if file.name.startswith("heldout")] or files
     return candidates[-1] if candidates else None
 
 

@@ -6,8 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +25,6 @@ from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder, refuse_missing
 from shoal.skills.graph.launchers import compilation_cache, make_launcher
 from shoal.skills.graph.requests import is_exhausted
-from shoal.skills.graph.store import Store
 from shoal.skills.graph.views import training_seconds
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.trainer import TrainingConfig, default_config
@@ -193,7 +192,9 @@ def train(options: TrainOptions) -> int:
     def happened(event: dict[str, Any]) -> None:
         run.event(**event)
         if not (quiet or sys.stdout.isatty()) and event["event"] in STATES:
-            progress.say(_line(event, time.monotonic() - began))
+            why = harmless(event.get("reason") or "")
+            line = f"{time.monotonic() - began:8.1f} s  {event['skill']}: {event['event']} {why}"
+            progress.say(line.rstrip())
 
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
@@ -214,9 +215,14 @@ def train(options: TrainOptions) -> int:
     show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
-            if not quiet:
-                shown = _live_table(scheduler.store) if sys.stdout.isatty() else progress
+            if not quiet and sys.stdout.isatty():  # the skills in the states that they are in, as they change
+                from rich.live import Live
+
+                store, redirect = scheduler.store, sys.stderr.isatty()
+                shown = Live(get_renderable=lambda: table(store.skills(), store), redirect_stderr=redirect)
                 stack.enter_context(shown)
+            elif not quiet:
+                stack.enter_context(progress)
             finished = scheduler.run(proposer, options.max_nodes)
         with Progress("evaluating and drawing the chain", sys.stderr):
             metrics = _measure(options, scheduler, began)
@@ -360,18 +366,3 @@ def _wandb(options: TrainOptions) -> Any:
     except ImportError as error:
         raise ConfigError("--wandb needs the package wandb: pip install wandb") from error
     return wandb.init(project=project, config=asdict(options))
-
-
-@contextmanager
-def _live_table(store: Store) -> Iterator[None]:
-    """The skills in the states that they are in, as they change, on a terminal."""
-    from rich.live import Live
-
-    with Live(get_renderable=lambda: table(store.skills(), store), redirect_stderr=sys.stderr.isatty()):
-        yield
-
-
-def _line(event: dict[str, Any], seconds: float) -> str:
-    """A change of state of a skill, where there is no terminal."""
-    why = harmless(event.get("reason") or "")
-    return f"{seconds:8.1f} s  {event['skill']}: {event['event']} {why}".rstrip()
