@@ -116,13 +116,17 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[Any, tup
 def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     """The decoded image in RGB on white, upright as its EXIF has it, as large as its header says."""
     image, said = open_image(place, max_pixels)
+    from PIL import Image
+
     try:
         with image:
             image.load()
             if image.mode[0] in "IF":  # Pillow, and so any processor, makes all above 255 white
                 raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}; convert it")
-            if _is_transparent(image):
-                rgb = _on_white(image)
+            if "A" in image.getbands() or image.info.get("transparency") is not None:
+                # laid on white, as the processors of transformers read it
+                white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+                rgb = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
             else:
                 rgb = image if image.mode == "RGB" else image.convert("RGB")
             if (turn := UPRIGHT.get(_orientation(image))) is not None:
@@ -137,18 +141,6 @@ def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             "record it again or remove it"
         )
     return rgb
-
-
-def _is_transparent(image: Any) -> bool:
-    return "A" in image.getbands() or image.info.get("transparency") is not None
-
-
-def _on_white(image: Any) -> Any:
-    """A transparent image as the processors of transformers read it: laid on white."""
-    from PIL import Image
-
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
 
 
 def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -198,19 +190,15 @@ class PatchTable:
     float32: Array  # [3, 256]
     frames: int  # temporal_patch_size
 
-    def expand(self, patches: Array) -> Array:
-        """`[N, 3 * frames * p * p]` float32 from `[N, 3, p * p]`."""
-        count, channels, pixels = patches.shape
-        out = np.empty((count, channels * self.frames * pixels), np.float32)
-        self.expand_into(patches, out)
-        return out
-
-    def expand_into(self, patches: Array, out: Array) -> None:
-        """`expand` into rows that are there already."""
+    def expand(self, patches: Array, out: Array | None = None) -> Array:
+        """`[N, 3 * frames * p * p]` float32 from `[N, 3, p * p]`, in `out` where it is given."""
         table, (rows, channels, pixels) = self.float32, patches.shape
+        if out is None:
+            out = np.empty((rows, channels * self.frames * pixels), np.float32)
         _agree(patches.dtype == np.uint8 and table.shape == (channels, 256) == (3, 256), patches, table)
         _agree(out.size == rows * channels * self.frames * pixels, patches, out)
         compiled_loops()[1](patches, table, self.frames, out.reshape(rows, channels, self.frames, pixels))
+        return out
 
 
 def cut_patches(image: Array, patch: int, merge: int, out: Array) -> None:
@@ -263,7 +251,8 @@ class TrajectoryPixels:
 
     def _kept(self, images: Sequence[int]) -> Array:
         """Rows of the images: a view where they stand one behind the other."""
-        pieces = [self.rows[self._offsets[a] : self._offsets[b + 1]] for a, b in _adjacent(images)]
+        runs = np.split(np.asarray(images), np.flatnonzero(np.diff(images) != 1) + 1)
+        pieces = [self.rows[self._offsets[run[0]] : self._offsets[run[-1] + 1]] for run in runs]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def picture(self, image: int) -> Array:
@@ -343,16 +332,6 @@ class PixelInputs(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"PixelInputs({len(self.images)} images, {self.pixels.nbytes:,} bytes in the trajectory)"
-
-
-def _adjacent(images: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers as (first, last).
-
-    >>> _adjacent([0, 3, 4, 5])
-    [(0, 0), (3, 5)]
-    """
-    runs = np.split(np.asarray(images), np.flatnonzero(np.diff(images) != 1) + 1)
-    return [(int(run[0]), int(run[-1])) for run in runs]
 
 
 def _tensor(array: Array) -> Any:
@@ -540,7 +519,7 @@ class ImageReader:
                 reader.patches(places[index], out.reshape(len(out), 3, area))
             else:
                 patches = np.empty((len(out), 3, area), np.uint8)
-                reader.table.expand_into(reader.patches(places[index], patches), out)
+                reader.table.expand(reader.patches(places[index], patches), out)
 
         if self.threads > 1 and len(places) > 1:
             with ThreadPoolExecutor(self.threads) as pool:
