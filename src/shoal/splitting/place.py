@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.splitting.cut import Cut
+from shoal.splitting.cut import Cut, Piece
 from shoal.splitting.readers.recordings import RolloutTokens, finite_reward
 
 if TYPE_CHECKING:
@@ -129,11 +129,6 @@ def shortened(layout: Layout, keep: Array, tokens: Sequence[Layout]) -> Layout:
     return _assemble(stretches, tokens, layout.positions.shape[0])
 
 
-def moved(layout: Layout, offset: int) -> Layout:
-    """The same tokens, positions starting at `offset`."""
-    return replace(layout, positions=layout.positions + np.int32(offset), span=layout.span + offset)
-
-
 def _assemble(stretches: Sequence[Array | int], tokens: Sequence[Layout], rows: int) -> Layout:
     """Text stretches and image numbers in a row."""
     return join(
@@ -159,14 +154,16 @@ class Side:
 
     def behind(self, other: Side) -> Side:
         """The same tokens, positions going on where the other side's stop."""
-        return replace(self, layout=moved(self.layout, other.layout.span))
+        own, start = self.layout, other.layout.span
+        positions = own.positions + np.int32(start)
+        return replace(self, layout=replace(own, positions=positions, span=own.span + start))
 
-    def kept(self, keep: Array, encoder: Encoder, offset: int) -> Side:
-        """What is left of it, positions counted anew from `offset`."""
+    def kept(self, keep: Array, encoder: Encoder) -> Side:
+        """What is left of it, positions counted anew."""
         whole = without_torn_images(self.layout, keep, encoder.template.image_frame_ids)
         new_place = np.cumsum(whole) - 1
         return Side(
-            moved(shortened(self.layout, whole, encoder.tokens), offset),
+            shortened(self.layout, whole, encoder.tokens),
             self.mask[whole],
             tuple((turn, int(new_place[end])) for turn, end in self.ends if whole[end]),
             tuple(
@@ -225,9 +222,9 @@ def fitted(plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[
             f"max_{over[0]}_length, lower window_size, limit_messages or limit_images, or set truncation"
         )
     keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
-    prompt = prompt.kept(keep, encoder, 0)
+    prompt = prompt.kept(keep, encoder)
     keep = kept_by(len(response.layout), plan.max_response_length, "right")
-    return prompt, response.kept(keep, encoder, prompt.layout.span), True
+    return prompt, response.kept(keep, encoder).behind(prompt), True
 
 
 def _step_sides(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
@@ -250,10 +247,16 @@ def _step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> Side
     if step is not None and step.prompt_ids:
         return side_of(encoder.rows, [("recorded", _recorded_prompt(encoder, cut, step))])
     if encoder.joins_in(cut) or not context:
-        parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
-        return side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))])
+        return _joined_prompt(encoder, context)
     text = encoder.template.render([(messages[piece.message], piece.keep) for piece in context], ask=True)
     return side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
+
+
+def _joined_prompt(encoder: Encoder, pieces: Sequence[Piece]) -> Side:
+    """The messages joined, and what opens an answer behind them."""
+    messages = encoder.recording.messages
+    parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(pieces)]
+    return side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))])
 
 
 def _recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
@@ -282,11 +285,6 @@ def _window_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
     """Several turns in one sample, messages joined; the response ends with its last trained answer."""
     template, messages = encoder.template, encoder.recording.messages
     header, (own, rest) = encoder.plain(template.header_ids), template.closing_ids
-    before = [
-        (messages[piece.message].role, encoder.as_context(piece, index == 0))
-        for index, piece in enumerate(cut.pieces[: cut.n_prompt])
-    ]
-    before.append(("assistant", encoder.header(not before)))
     after: list[tuple[str, Layout, int | None]] = []
     for piece in cut.pieces[cut.n_prompt :]:
         message = messages[piece.message]
@@ -298,7 +296,7 @@ def _window_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
         after += [("assistant", encoder.plain(answer), piece.turn), ("assistant", encoder.plain(rest), None)]
     while after and after[-1][2] is None:
         after.pop()
-    prompt = side_of(encoder.rows, before)
+    prompt = _joined_prompt(encoder, cut.pieces[: cut.n_prompt])
     response = side_of(
         encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]
     )
@@ -310,18 +308,28 @@ def _rendered_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
     template, messages = encoder.template, encoder.recording.messages
     chat = [(messages[piece.message], piece.keep) for piece in cut.pieces]
     ends_at = [index for index, piece in enumerate(cut.pieces) if messages[piece.message].role == "assistant"]
-    texts: list[tuple[str, int | None]] = []
-    context = ""
+    own, images, context = template.closing_ids[0], encoder.images_of(cut.pieces), ""
+    layouts: list[tuple[str, Layout]] = []
+    turns: list[int | None] = []
     for index, (opening, answer) in zip(ends_at, _answers(template, chat), strict=True):
+        context += opening
         turn = cut.pieces[index].turn
         if turn is None:
-            context += opening + answer
+            context += answer
             continue
-        texts += [(context + opening, None), (answer, turn)]
-        context = ""
-    if not texts:
-        raise DataError("a window without anything to train")
-    return _sides_of_texts(encoder, cut, texts)
+        ids = template.encode(context)
+        if layouts:  # the end token of the answer before belongs to that answer
+            if not np.array_equal(ids[: len(own)], own):
+                raise DataError("the chat template ends answers in different ways; use the stepwise splitter")
+            ids = ids[len(own) :]
+        count = int((ids == template.image_token_id).sum())
+        layouts.append(("rendered", encoder.text(ids, images[:count])))
+        ids, images = template.encode(answer, template.header), images[count:]
+        layouts.append(("assistant", encoder.plain(np.concatenate([ids, own]))))
+        turns, context = [*turns, None, turn], ""
+    prompt = side_of(encoder.rows, layouts[:1])
+    response = side_of(encoder.rows, layouts[1:], turns[1:])
+    return prompt, response.behind(prompt)
 
 
 def _answers(template: ChatTemplate, chat: Chat) -> list[tuple[str, str]]:
@@ -348,32 +356,6 @@ def _answers(template: ChatTemplate, chat: Chat) -> list[tuple[str, str]]:
         (before.removesuffix(opening), opening + answer if before.endswith(opening) else answer)
         for before, answer in zip(parts[::2], parts[1::2], strict=True)
     ]
-
-
-def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int | None]]) -> tuple[Side, Side]:
-    """Prompt and response from alternating context and answer texts; answers get the model's end token."""
-    own = encoder.template.closing_ids[0]
-    images = encoder.images_of(cut.pieces)
-    layouts: list[tuple[str, Layout]] = []
-    turns: list[int | None] = []
-    for number, (text, turn) in enumerate(texts):
-        ids = encoder.template.encode(text, "" if turn is None else encoder.template.header)
-        if turn is not None:
-            layouts.append(("assistant", encoder.plain(np.concatenate([ids, own]))))
-        else:
-            if number:  # the end token of the answer before belongs to that answer
-                if not np.array_equal(ids[: len(own)], own):
-                    raise DataError(
-                        "the chat template ends answers in different ways; use the stepwise splitter"
-                    )
-                ids = ids[len(own) :]
-            count = int((ids == encoder.template.image_token_id).sum())
-            layouts.append(("rendered", encoder.text(ids, images[:count])))
-            images = images[count:]
-        turns.append(turn)
-    prompt = side_of(encoder.rows, layouts[:1])
-    response = side_of(encoder.rows, layouts[1:], turns[1:])
-    return prompt, response.behind(prompt)
 
 
 # --- rewards
