@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +119,15 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
     )
     count = 0
     with replacing(path) as unfinished, pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
-        for count, row in enumerate(_rows_with_bytes(recordings, parts), 1):  # noqa: B007
+        for count, recording in enumerate(recordings, 1):  # noqa: B007
+            row = _row(recording, parts)
+            row["images"] = [_image(place) for place in row["images"]]
             writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
     return count
 
 
-def _rows_with_bytes(recordings: Iterable[Recording], parts: bool) -> Iterator[dict[str, Any]]:
-    for recording in recordings:
-        row = _row(recording, parts)
-        images: list[dict[str, Any]] = []
-        for place in row["images"]:
-            if place.startswith("data:"):
-                images.append({"bytes": data_url_bytes(place), "path": None})
-                continue
-            with reading(f"image {place}", "cannot be read"):
-                images.append({"bytes": Path(place).read_bytes(), "path": Path(place).name})
-        yield row | {"images": images}
+def _image(place: str) -> dict[str, Any]:
+    if place.startswith("data:"):
+        return {"bytes": data_url_bytes(place), "path": None}
+    with reading(f"image {place}", "cannot be read"):
+        return {"bytes": Path(place).read_bytes(), "path": Path(place).name}
