@@ -5,6 +5,7 @@ Coordinates stay as they were recorded (pixels, parts of 1, parts of 1000): whic
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -37,7 +38,6 @@ from shoal.splitting.readers.recordings import (
     answer_text,
     encodable,
     finite_reward,
-    json_lines,
     ordered_results,
     parse_messages,
     read_json_file,
@@ -65,9 +65,13 @@ class ShoalReader(RecordReader):
     trains on exactly those.
     """
 
-    def parsed(self, line: bytes, where: str) -> Any:
+    @staticmethod
+    def parsed(line: bytes, where: str) -> Trajectory:
         """The trajectory in a line."""
-        return _trajectory(line, where)
+        try:
+            return decode_trajectory(line)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def is_recording(self, value: Any) -> bool:
         """Whether the episode ended well; a broken line tells why it did not when it is read."""
@@ -107,8 +111,7 @@ class ShoalReader(RecordReader):
             if turn.image is None:
                 messages.append(Message("user", turn.observation))
             else:
-                parts = ({"type": "text", "text": turn.observation}, {"type": "image", "image": turn.image})
-                messages.append(Message("user", parts, (locate(turn.image, source),)))
+                messages.append(_screen(turn.image, source, locate, turn.observation))
             messages.append(Message("assistant", turn.response))
         steps = tuple(
             RolloutTokens(trajectory.prompt_ids(turn.call), call.response_ids, call.logprobs, source)
@@ -126,21 +129,20 @@ class ShoalReader(RecordReader):
         )
 
 
+def _screen(image: str, where: str, locate: ImageLocator, text: str | None = None) -> Message:
+    """What an agent saw: an image, behind a text where one came with it."""
+    said = [] if text is None else [{"type": "text", "text": text}]
+    return Message("user", (*said, {"type": "image", "image": image}), (locate(image, where),))
+
+
 def _held_out(file: Path) -> bool:
     """Whether a file holds an evaluation: every one counts its groups from 0, as training does, in other states."""
     return file.name.startswith("heldout-")
 
 
-def _trajectory(line: bytes, where: str) -> Trajectory:
-    try:
-        return decode_trajectory(line)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-
-
 def looks_like_own_run(file: Path) -> bool:
     """Whether one of the first lines of a file is one of shoal's trajectories."""
-    return any(trajectory is not None for _, trajectory in islice(lines_of(file, _trajectory), 3))
+    return any(trajectory is not None for _, trajectory in islice(lines_of(file, ShoalReader.parsed), 3))
 
 
 ATIF_STEP: Shape = dict.fromkeys((
@@ -393,56 +395,51 @@ class OSWorldReader:
         self.root = Path(root)
         self.instructions = dict(instructions or {})
         self.system = system
-        self._folders: dict[str, Path] | None = None
         self._unread = Unread()
+
+    @functools.cached_property
+    def _folders(self) -> dict[str, Path]:
+        folders: dict[str, Path] = {}
+        for file in sorted(self.root.rglob("traj.jsonl")):
+            name = short_id(file.parent.name)
+            if name in folders:
+                raise DataError(
+                    f"{file.parent} and {folders[name]} have one id; choose a root above only one"
+                )
+            folders[name] = file.parent
+        return folders
 
     def ids(self) -> list[str]:
         """Names of the folders that hold a `traj.jsonl`, sorted."""
-        if self._folders is None:
-            folders: dict[str, Path] = {}
-            for file in sorted(self.root.rglob("traj.jsonl")):
-                name = short_id(file.parent.name)
-                if name in folders:
-                    raise DataError(
-                        f"{file.parent} and {folders[name]} have one id; choose a root above only one"
-                    )
-                folders[name] = file.parent
-            self._folders = folders
         return sorted(self._folders)
 
     def sources(self) -> Iterator[Path]:
         """The files that recordings are made of, apart from images."""
-        self.ids()
         names = ("traj.jsonl", "result.txt", *INSTRUCTIONS)
-        for _, folder in sorted((self._folders or {}).items()):
+        for _, folder in sorted(self._folders.items()):
             yield from (path for path in (folder / name for name in names) if path.is_file())
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The results in the folder of this name, or in `path`."""
-        folder = path
-        if folder is None:
-            known = self.ids()
-            if dataset_id not in known:
-                raise DataError(
-                    f"{self.root}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, known)}"
-                )
-            folder = (self._folders or {})[dataset_id]
+        if path is None and dataset_id not in self._folders:
+            raise DataError(
+                f"{self.root}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, self._folders)}"
+            )
+        folder = path if path is not None else self._folders[dataset_id]
         source, locate = folder / "traj.jsonl", ImageLocator(folder)
         messages = [Message("system", self.system)] if self.system else []
-        first: list[dict[str, str]] = [{"type": "text", "text": self._instruction(dataset_id, folder)}]
+        task = self._instruction(dataset_id, folder)
         start = [file for file in sorted(folder.glob("*.png")) if OSWORLD_START.match(file.name)]
-        first += [{"type": "image", "image": start[0].name}] if start else []
-        messages.append(
-            Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:]))
-        )
+        if start:
+            messages.append(_screen(start[0].name, str(source), locate, task))
+        else:
+            messages.append(Message("user", ({"type": "text", "text": task},)))
         steps, unread = _osworld_steps(source)
         self._unread.tell(source, unread)
         for number, step in enumerate(steps):
             messages.append(Message("assistant", step["text"], trained=step["trained"]))
             if step["screenshot"]:
-                where = f"{source}, step {number + 1}"
-                part = {"type": "image", "image": step["screenshot"]}
-                messages.append(Message("user", (part,), (locate(step["screenshot"], where),)))
+                messages.append(_screen(step["screenshot"], f"{source}, step {number + 1}", locate))
             else:
                 messages.append(Message("user", "(no screenshot)"))
         result = folder / "result.txt"
@@ -470,14 +467,17 @@ def _osworld_steps(source: Path) -> tuple[list[dict[str, Any]], set[str]]:
     """The turns of a file, and the keys of its lines that are not read."""
     steps: dict[Any, dict[str, Any]] = {}
     unread: set[str] = set()
-    for line, value in json_lines(source):
+    for line, text in enumerate(read_text(source).split("\n"), 1):  # not at U+2028, which JSON may hold
+        if not text.strip():
+            continue
+        where = f"{source}, line {line}"
+        value = from_json(text, where)
         if not isinstance(value, dict):
-            raise DataError(f"{source}, line {line}: expected an object")
+            raise DataError(f"{where}: expected an object")
         if "Error" in value and "action" not in value:
             continue  # what OSWorld's runner adds when a task fails: nobody said anything
         action = value.get("action", "")
         action = action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
-        where = f"{source}, line {line}"
         refuse_unread(value, where)
         unread.update(unread_keys(value, OSWORLD_STEP))
         step = steps.setdefault(
@@ -565,11 +565,8 @@ class AgentNetReader(RecordReader):
             if not shot:
                 raise DataError(f"{where}: no image")
             folder = next((each for each in folders if os.path.isfile(each / shot)), folders[0])
-            place = ImageLocator(folder)(shot, where)
-            parts = [{"type": "image", "image": shot}]
-            if number == 0:
-                parts.insert(0, {"type": "text", "text": encodable(task["instruction"], where)})
-            messages.append(Message("user", tuple(parts), (place,)))
+            said = encodable(task["instruction"], where) if number == 0 else None
+            messages.append(_screen(shot, where, ImageLocator(folder), said))
             refuse_unread(step["value"], where)
             trained = self.train_mistakes or step["value"].get("last_step_correct") is not False
             trained &= learned and is_trained(step["value"], where)

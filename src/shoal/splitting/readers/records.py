@@ -113,7 +113,7 @@ class RecordReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._stamps: dict[Path, Stamp] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
         self._places: dict[str, Place] = {}
         self._labels: dict[Path, str] = {}
         self._told: set[Path] = set()
@@ -131,9 +131,14 @@ class RecordReader:
         """Recordings inside a record, as (its numbers from the outermost on, value)."""
         yield from ()
 
-    def parsed(self, line: bytes, where: str) -> Any:
+    @staticmethod
+    def parsed(line: bytes, where: str) -> Any:
         """The value that a line of a `.jsonl` holds, or a `DataError` that begins with `where`."""
-        return _parsed(line, where)
+        if len(line) > MOST_OF_RECORD:
+            raise DataError(
+                f"{where} is longer than {MOST_OF_RECORD:,} bytes; keep images in files beside it"
+            )
+        return from_json(line, where)
 
     def is_recording(self, value: Any) -> bool:
         """Whether a record is to be split; one that is not has no id."""
@@ -162,7 +167,10 @@ class RecordReader:
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording with this id; `path` names another file that holds it."""
-        reader = self if path is None else self._elsewhere(path)
+        reader = self
+        if path is not None:
+            reader = copy.copy(self)
+            reader.path, reader._stamps, reader._places = path, {}, {}
         found = reader._place(dataset_id)
         value, images = reader._value(found.file, found.place)
         record = Record(
@@ -176,11 +184,6 @@ class RecordReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": (None, None)}
-
-    def _elsewhere(self, path: Path) -> RecordReader:
-        other = copy.copy(self)
-        other.path, other._stamps, other._places, other._open = path, {}, {}, (None, None)
-        return other
 
     def _index(self) -> dict[str, Place]:
         stamps = {file: stamp_of(file) for file in self.files()}
@@ -378,12 +381,8 @@ class Place:
     outer: str | None = None  # the id of the record, for a part of it
 
 
-Stamp = tuple[int, int]
-"""Size and time of a file: an index of it is made again when one of them has changed."""
-
-
-def stamp_of(file: Path) -> Stamp:
-    """The stamp of a file; a `DataError` if it is missing."""
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Size and time of a file, which is indexed again when one of them has changed; a `DataError` if it is missing."""
     with reading(file, "cannot be read"):
         about = file.stat()
     return about.st_size, about.st_mtime_ns
@@ -428,7 +427,9 @@ def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
         return messages
     left = iter(images)
 
-    def following() -> dict[str, str]:
+    def filled(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image" or part.get("image"):
+            return part
         try:
             return {"type": "image", "image": next(left)}
         except StopIteration:
@@ -438,18 +439,13 @@ def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str) and "<image>" in content and message.get("role") != "assistant":
-            pieces = content.split("<image>")
-            parts: list[Any] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
-            for text in pieces[1:]:
-                parts += [following(), *([{"type": "text", "text": text}] if text else [])]
-            message = message | {"content": parts}
-        elif isinstance(content, list):
-            empty = [
-                isinstance(part, dict) and part.get("type") == "image" and not part.get("image")
-                for part in content
+            content = [
+                {"type": "image"} if text == "<image>" else {"type": "text", "text": text}
+                for text in re.split("(<image>)", content)
+                if text
             ]
-            filled = [following() if mark else part for mark, part in zip(empty, content, strict=True)]
-            message = message | {"content": filled}
+        if isinstance(content, list):
+            message = message | {"content": [filled(part) for part in content]}
         placed.append(message)
     if (over := sum(1 for _ in left)) > 0:
         raise DataError(f"{where}: {over} of {len(images)} images are shown nowhere")
@@ -525,12 +521,6 @@ def _opened(file: Path) -> Any:
         return plain_file(file, most=None).open("rb")
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error}); restore it or remove it") from error
-
-
-def _parsed(line: bytes, where: str) -> Any:
-    if len(line) > MOST_OF_RECORD:
-        raise DataError(f"{where} is longer than {MOST_OF_RECORD:,} bytes; keep images in files beside it")
-    return from_json(line, where)
 
 
 def _parquet(file: Path) -> Any:
@@ -652,7 +642,7 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
             if len(data) != size:
                 raise DataError(f"{file} ends inside {name}; copy it again")
             if name == "json":
-                value = _parsed(data, f"{file}, {name}")
+                value = RecordReader.parsed(data, f"{file}, {name}")
             else:
                 images[name] = data
     if value is None:
@@ -663,7 +653,7 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
 def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
-        for _, _, value in _places(file, (), _parsed):
+        for _, _, value in _places(file, (), RecordReader.parsed):
             if value is None:
                 continue
             if file.suffix.lower() == ".parquet":
