@@ -68,7 +68,10 @@ class ChatTemplate:
             self.tokenizer.convert_tokens_to_ids(self.image_token) if self.image_token is not None else None
         )
         self.image_token_id = -1 if found is None else int(found)
-        self.pad_id, self.eos_id = _ids_of(self.tokenizer)
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        if eos is None:
+            raise DataError("the tokenizer has neither a padding nor an end token; set tokenizer.eos_token")
+        self.pad_id = int(eos if pad is None else pad)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._added_ids = frozenset(int(token) for token in added)
         texts = sorted((str(token) for token in added.values()), key=len, reverse=True)
@@ -165,7 +168,7 @@ class ChatTemplate:
 
     def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
         """Tokens of an answer's text as the model wrote it, apart from header and end."""
-        return self.encode(self.opening + "".join(self._texts(_kept(message, keep))), self.header)
+        return self.encode(self.opening + "".join(self._texts(message.kept(keep))), self.header)
 
     def _texts(self, parts: Sequence[Part]) -> list[str]:
         """Texts of the parts, "" for images, with a `BREAK` inside each control token that one or several spell out."""
@@ -194,7 +197,7 @@ class ChatTemplate:
         """The chat as text; `ask` adds the generation prompt, the marks are an `END` at each end of an answer."""
         messages = []
         for message, keep in chat:
-            parts = _kept(message, keep)
+            parts = message.kept(keep)
             texts = self._texts(parts)
             if mark_starts and message.role == "assistant":
                 texts[0] = END + texts[0]
@@ -341,18 +344,6 @@ class ChatTemplate:
             ids = self.encode(text)
             self._begins_with_added[text] = bool(len(ids)) and int(ids[0]) in self._added_ids
         return self._begins_with_added[text]
-
-
-def _kept(message: Message, keep: tuple[int, ...] | None) -> tuple[Part, ...]:
-    return message.parts if keep is None else tuple(message.parts[index] for index in keep)
-
-
-def _ids_of(tokenizer: Any) -> tuple[int, int]:
-    eos = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
-    if eos is None or pad is None:
-        raise DataError("the tokenizer has neither a padding nor an end token; set tokenizer.eos_token")
-    return int(pad), int(eos)
 
 
 # --- a recording

@@ -80,7 +80,6 @@ class SplitTrajectory:
     """The samples of one trajectory."""
 
     index: int
-    dataset_id: str
     samples: list[Sample]
     pixels: Pixels
 
@@ -465,7 +464,7 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
     pixels, tokens = plan.images.read(places)
     encoder = Encoder(plan, recording, {place: index for index, place in enumerate(places)}, tokens)
     samples = [_sample(plan, job, recording, encoder, cut) for cut in cuts]
-    return SplitTrajectory(job.index, job.dataset_id, samples, pixels)
+    return SplitTrajectory(job.index, samples, pixels)
 
 
 def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: Cut) -> Sample:
@@ -511,8 +510,7 @@ def _as_dict(message: Message, keep: tuple[int, ...] | None) -> dict[str, Any]:
     """The message as JSON would have it."""
     if keep is None and isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
-    parts = message.parts if keep is None else [message.parts[index] for index in keep]
-    return {"role": message.role, "content": [dict(part) for part in parts]}
+    return {"role": message.role, "content": [dict(part) for part in message.kept(keep)]}
 
 
 def _rollout_step(plan: Plan, recording: Recording, cut: Cut) -> RolloutTokens | None:

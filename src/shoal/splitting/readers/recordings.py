@@ -63,6 +63,10 @@ class Message:
         """The content as parts, also when it was recorded as one string."""
         return ({"type": "text", "text": self.content},) if isinstance(self.content, str) else self.content
 
+    def kept(self, keep: tuple[int, ...] | None) -> tuple[Part, ...]:
+        """The parts with these indices (None: all parts)."""
+        return self.parts if keep is None else tuple(self.parts[index] for index in keep)
+
     def shown(self, keep: tuple[int, ...] | None) -> tuple[str, ...]:
         """Where the images are among the parts with these indices (None: all parts)."""
         if keep is None or not self.images:
@@ -232,19 +236,13 @@ def _written(calls: Any, where: str) -> Iterator[str]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call needs a function with a name, got {str(call)[:80]}")
-        arguments = function.get("arguments")
+        arguments, named = function.get("arguments"), f"{where}: arguments of {function['name']!r}"
         if isinstance(arguments, str):
-            arguments = (
-                from_json(arguments, f"{where}: arguments of {function['name']!r}")
-                if arguments.strip()
-                else {}
-            )
+            arguments = from_json(arguments, named) if arguments.strip() else {}
         if not isinstance(arguments, dict | None):
-            raise DataError(
-                f"{where}: arguments of {function['name']!r} must be an object, got {_kind(arguments)}"
-            )
-        named = {"name": function["name"], "arguments": arguments or {}}
-        yield f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>"
+            raise DataError(f"{named} must be an object, got {_kind(arguments)}")
+        said = {"name": function["name"], "arguments": arguments or {}}
+        yield f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
 
 
 def _part(part: Any, where: str) -> Part:
@@ -287,11 +285,9 @@ def _turn_problem(roles: Sequence[str]) -> str | None:
         if roles[index] == roles[index - 1] == "assistant":
             return f"messages {index - 1} and {index} are both from the assistant; merge them into one"
     late = [index for index in range(roles.index("assistant"), len(roles)) if roles[index] == "system"]
-    return (
-        f"message {late[0]} is a system message after the first answer; move it to the front"
-        if late
-        else None
-    )
+    if late:
+        return f"message {late[0]} is a system message after the first answer; move it to the front"
+    return None
 
 
 def finite_reward(value: Any, where: str) -> float:
@@ -349,13 +345,6 @@ def read_text(file: Path) -> str:
 def read_json_file(file: Path, folder: Path | None = None) -> Any:
     """The value in a JSON file, which lies in `folder` where one is given."""
     return read_json(plain_file(file, folder))
-
-
-def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of each line that is not empty."""
-    for number, line in enumerate(read_text(file).split("\n"), 1):  # not at U+2028, which JSON may hold
-        if line.strip():
-            yield number, from_json(line, f"{file}, line {number}")
 
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
