@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,12 @@ def write_gui_recordings(
         folder = Path(root) / name
         folder.mkdir(parents=True, exist_ok=True)
         turns = int(rng.integers(low, high + 1))
-        desk = _Desk(rng, size)
+        screens = _screens(rng, size)
         messages: list[dict[str, Any]] = [{"role": "system", "content": [{"type": "text", "text": SYSTEM}]}]
         for turn in range(turns + ends_on_user):
             file = f"image_{turn:04d}"
-            desk.next().save(folder / f"{file}.png")
-            x, y = desk.pointer
+            screen, (x, y) = next(screens)
+            screen.save(folder / f"{file}.png")
             parts: list[dict[str, str]] = [{"type": "image_url", "image_url": file}]
             if turn == 0:
                 parts.insert(0, {"type": "text", "text": f"Task: {_sentence(rng, 12)}"})
@@ -79,38 +80,29 @@ def _write(folder: Path, messages: list[Any], task: str) -> None:
     (folder / "task_config.json").write_text(json.dumps({"id": task}))
 
 
-class _Desk:
-    """A wallpaper with windows full of text; little changes from one screenshot to the next."""
+def _screens(rng: np.random.Generator, size: tuple[int, int]) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """Screenshots of a wallpaper, and where the pointer is: each has one more window full of text."""
+    from PIL import Image, ImageDraw
 
-    def __init__(self, rng: np.random.Generator, size: tuple[int, int]) -> None:
-        from PIL import Image
-
-        self.rng, (self.width, self.height) = rng, size
-        down, right = np.mgrid[0 : self.height, 0 : self.width].astype(np.float32)
-        waves = np.stack([right / self.width, down / self.height, np.sin((down + right) / 90)], axis=-1)
-        coarse = rng.normal(0, 9, (self.height // 4 + 1, self.width // 4 + 1, 3)).repeat(4, 0).repeat(4, 1)
-        fine = rng.normal(0, 2, (self.height, self.width, 3))  # without it, files are smaller than real ones
-        paper = 90 + 70 * waves + coarse[: self.height, : self.width] + fine
-        self.canvas = Image.fromarray(np.clip(paper, 0, 255).astype(np.uint8))
-        self.pointer = (0, 0)
-
-    def next(self) -> Any:
-        """The next screenshot: one more window, and the pointer elsewhere."""
-        from PIL import ImageDraw
-
-        rng, width, height = self.rng, self.width, self.height
-        pen = ImageDraw.Draw(self.canvas)
+    width, height = size
+    down, right = np.mgrid[0:height, 0:width].astype(np.float32)
+    waves = np.stack([right / width, down / height, np.sin((down + right) / 90)], axis=-1)
+    coarse = rng.normal(0, 9, (height // 4 + 1, width // 4 + 1, 3)).repeat(4, 0).repeat(4, 1)
+    fine = rng.normal(0, 2, (height, width, 3))  # without it, files are smaller than real ones
+    paper = 90 + 70 * waves + coarse[:height, :width] + fine
+    canvas = Image.fromarray(np.clip(paper, 0, 255).astype(np.uint8))
+    pen = ImageDraw.Draw(canvas)
+    while True:
         left, top = int(rng.integers(0, width // 2)), int(rng.integers(0, height // 2))
         right, bottom = left + width // 2, top + height // 2
         pen.rectangle([left, top, right, bottom], fill=(248, 248, 248), outline=(110, 110, 110))
         pen.rectangle([left, top, right, top + 16], fill=tuple(int(c) for c in rng.integers(30, 160, 3)))
         for line in range(top + 22, bottom - 12, 13):
             pen.text((left + 6, line), _sentence(rng, 12)[: max(4, (right - left) // 7)], fill=(25, 25, 35))
-        shot = self.canvas.copy()
+        shot = canvas.copy()
         x, y = int(rng.integers(0, width - 12)), int(rng.integers(0, height - 18))
         ImageDraw.Draw(shot).polygon([(x, y), (x, y + 16), (x + 11, y + 11)], fill=(0, 0, 0))
-        self.pointer = (x, y)
-        return shot
+        yield shot, (x, y)
 
 
 def _sentence(rng: np.random.Generator, length: int) -> str:
