@@ -105,6 +105,7 @@ class Batch(dict[str, Any]):
     Attributes:
         skipped: trajectories left out by `on_error="skip"`.
         shape: how it is padded.
+        pixels: those of each trajectory, by its `traj_index`.
     """
 
     def __init__(
@@ -119,16 +120,11 @@ class Batch(dict[str, Any]):
         super().__init__()
         self.shape, self.skipped = shape, tuple(skipped)
         self._samples = [replace(sample, inputs=_inputs(sample, pixels)) for sample in samples]
-        self._pixels = {index: pixels[index] for index in {sample.traj_index for sample in samples}}
+        self.pixels = {index: pixels[index] for index in {sample.traj_index for sample in samples}}
         self._fill()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Batch, (self._samples, self._pixels, self.shape, self.skipped)
-
-    @property
-    def pixels(self) -> Mapping[int, Pixels]:
-        """The pixels of each trajectory by its `traj_index`."""
-        return self._pixels
+        return Batch, (self._samples, self.pixels, self.shape, self.skipped)
 
     def samples(self) -> list[Sample]:
         """The samples without padding; `inputs` holds what the model needs of their images."""
@@ -143,13 +139,13 @@ class Batch(dict[str, Any]):
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
         }
         return {
-            "trajectories": len(self._pixels),
+            "trajectories": len(self.pixels),
             "samples": len(self._samples),
             "tokens": sum(sample.n_tokens for sample in self._samples),
             "trained_tokens": int(sum(sample.response_mask.sum() for sample in self._samples)),
-            "images": sum(len(pixels) for pixels in self._pixels.values() if pixels is not None),
+            "images": sum(len(pixels) for pixels in self.pixels.values() if pixels is not None),
             "image_references": sum(len(sample.images) for sample in self._samples),
-            "pixel_bytes": sum(pixels.nbytes for pixels in self._pixels.values() if pixels is not None),
+            "pixel_bytes": sum(pixels.nbytes for pixels in self.pixels.values() if pixels is not None),
             "tensor_bytes": sum(storages.values()),
             "skipped": len(self.skipped),
         }
@@ -215,9 +211,7 @@ class Batch(dict[str, Any]):
             "shape": asdict(self.shape),
             "skipped": [asdict(item) for item in self.skipped],
             "samples": [{name: getattr(sample, name) for name in VALUES} for sample in samples],
-            "pixels": {
-                str(index): _pixel_record(index, kept, arrays) for index, kept in self._pixels.items()
-            },
+            "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in self.pixels.items()},
         }
         with write_folder(folder) as new:
             tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}

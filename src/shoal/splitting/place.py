@@ -116,19 +116,6 @@ def without_torn_images(layout: Layout, keep: Array, frame: frozenset[int]) -> A
     return keep
 
 
-def shortened(layout: Layout, keep: Array, tokens: Sequence[Layout]) -> Layout:
-    """The kept tokens with positions counted anew; every image is kept or gone whole."""
-    stretches: list[Array | int] = []
-    start = 0
-    for image, first, last in layout.images:
-        stretches.append(layout.ids[start:first][keep[start:first]])
-        if keep[first:last].all():
-            stretches.append(image)
-        start = last
-    stretches.append(layout.ids[start:][keep[start:]])
-    return _assemble(stretches, tokens, layout.positions.shape[0])
-
-
 def _assemble(stretches: Sequence[Array | int], tokens: Sequence[Layout], rows: int) -> Layout:
     """Text stretches and image numbers in a row."""
     return join(
@@ -160,10 +147,19 @@ class Side:
 
     def kept(self, keep: Array, encoder: Encoder) -> Side:
         """What is left of it, positions counted anew."""
-        whole = without_torn_images(self.layout, keep, encoder.template.image_frame_ids)
+        layout = self.layout
+        whole = without_torn_images(layout, keep, encoder.template.image_frame_ids)
+        stretches: list[Array | int] = []
+        start = 0
+        for image, first, last in layout.images:
+            stretches.append(layout.ids[start:first][whole[start:first]])
+            if whole[first:last].all():
+                stretches.append(image)
+            start = last
+        stretches.append(layout.ids[start:][whole[start:]])
         new_place = np.cumsum(whole) - 1
         return Side(
-            shortened(self.layout, whole, encoder.tokens),
+            _assemble(stretches, encoder.tokens, encoder.rows),
             self.mask[whole],
             tuple((turn, int(new_place[end])) for turn, end in self.ends if whole[end]),
             tuple(

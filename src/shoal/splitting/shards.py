@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError, reading
-from shoal.core.files import read_json, remove_leftovers, verify_folder, write_folder, write_json
+from shoal.core.files import read_json, remove_leftovers, sha256_of, verify_folder, write_folder, write_json
 from shoal.core.run_folder import FolderLock
 from shoal.splitting.batch import Batch, Skipped
 from shoal.splitting.splitters import Progress, TrajectorySplitter, rows_of
@@ -89,7 +89,12 @@ def split_shards(
         for number, first in enumerate(range(0, len(ids), size)):
             place = folder / f"{number:06d}"
             if place.is_dir():
-                _verify(place)
+                try:
+                    verify_folder(place)
+                except DataError as error:
+                    raise DataError(
+                        f"{error}; remove {place}, and split again with the same folder"
+                    ) from error
             else:
                 of = None if rewards is None else rewards[first : first + size]
                 results = splitter.results(ids[first : first + size], of, executor=executor)
@@ -148,19 +153,12 @@ def _counts(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
     return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
 
 
-def _verify(place: Path) -> None:
-    try:
-        verify_folder(place)
-    except DataError as error:
-        raise DataError(f"{error}; remove {place}, and split again with the same folder") from error
-
-
 def _contents(reader: Any) -> list[list[str]]:
     """Name and digest of each file that the recordings are made of, as far as the reader tells them."""
     found = []
     for file in getattr(reader, "sources", tuple)():
-        with reading(file, "cannot be read"), file.open("rb") as handle:
-            found.append([file.name, hashlib.file_digest(handle, "sha256").hexdigest()])
+        with reading(file, "cannot be read"):
+            found.append([file.name, sha256_of(file)])
     return found
 
 
