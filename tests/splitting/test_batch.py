@@ -4,6 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from chats import lines, split_all, talk
 from PIL import Image
 
 from shoal.core.errors import DataError
@@ -151,8 +152,7 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
     assert write_chats(place, map(reader.read, ids), parts=parts) == 2
     back = ChatReader(place)
     assert back.ids() == ids
-    one = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids, [1.0, 0.0])
-    two = StepwiseTrajectorySplitter(processor, root, padding="longest", reader=back).split(ids, [1.0, 0.0])
+    one, two = split_all(processor, reader), split_all(processor, back)
     assert torch.equal(one["input_ids"], two["input_ids"])
     for left, right in zip(one["multi_modal_inputs"], two["multi_modal_inputs"], strict=True):
         assert torch.equal(left["pixel_values"], right["pixel_values"])
@@ -167,20 +167,17 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
 def test_answers_that_are_context_and_tools_are_the_same_in_a_file_of_chats(tmp_path, suffix):
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
-    source = tmp_path / "source.jsonl"
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "trained": False}]
-    said += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-    tools = [
-        {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "default": None}}}
-    ]
-    source.write_text(json.dumps({"id": "one", "messages": said, "tools": tools}) + "\n")
-    first = ChatReader(source)
+    said = [*talk(trained=False), *talk()]
+    look = {"name": "look", "parameters": {"type": "object", "default": None}}
+    tools = [{"type": "function", "function": look}]
+    source = lines(tmp_path / "source.jsonl", {"id": "one", "messages": said, "tools": tools})
+    first = ChatReader(source).read("one")
     place = tmp_path / f"chats.{suffix}"
-    write_chats(place, [first.read("one")])
+    write_chats(place, [first])
     back = ChatReader(place).read("one")
     assert [message.trained for message in back.messages] == [True, False, True, True]
-    assert (back.messages, back.tools) == (first.read("one").messages, tuple(tools))
-    write_sharegpt(tmp_path / "sft.json", [first.read("one")])
+    assert (back.messages, back.tools) == (first.messages, tuple(tools))
+    write_sharegpt(tmp_path / "sft.json", [first])
     [row] = json.loads((tmp_path / "sft.json").read_text())
     assert [turn.get("loss") for turn in row["conversations"]] == [None, False, None, None]
     assert json.loads(row["tools"]) == tools

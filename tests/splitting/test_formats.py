@@ -11,26 +11,17 @@ Where each field was taken from:
   LLaMA-Factory.
 """
 
-import io
 import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from chats import rows_in, tar_of
-from PIL import Image
+from chats import lines, png, read_row, rows_in, split_all, talk, tar_of
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.readers import READERS, find_reader, reader
 from shoal.splitting.readers.formats import AgentNetReader, AtifReader, LiteSampleReader
-
-
-def png(number=0):
-    file = io.BytesIO()
-    Image.fromarray(np.full((56, 56, 3), number, np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def answers(batch, processor):
@@ -94,7 +85,7 @@ def test_harbor_trials_become_recordings(processor, trial):
         "system", "user", "assistant", "user", "assistant", "tool", "tool", "assistant",
     ]  # fmt: skip
     assert [len(m.images) for m in recording.messages] == [0, 1, 0, 0, 0, 0, 1, 0]
-    batch = StepwiseTrajectorySplitter(processor, trial, reader=found).split(found.ids())
+    batch = split_all(processor, found)
     assert answers(batch, processor) == [
         "<think>\nA file is wanted.\n</think>\n\nLet me write.\n"
         '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hé"}}\n</tool_call>\n'
@@ -103,7 +94,7 @@ def test_harbor_trials_become_recordings(processor, trial):
     ]
     assert batch["n_steps"].tolist() == [2, 2]
     assert batch["step_index"].tolist() == [0, 1]
-    window = TrajectorySplitter(processor, trial, reader=found).split(found.ids())
+    window = split_all(processor, found, TrajectorySplitter)
     assert answers(window, processor) == ["".join(answers(batch, processor))]
     whole = processor.tokenizer.decode(window.samples()[0].input_ids)
     assert "<|im_start|>assistant\nI look.<|im_end|>\n<|im_start|>user\ncopied<|im_end|>" in whole
@@ -117,14 +108,11 @@ def test_steps_of_atif_bring_their_tokens(processor, tmp_path):
         {"step_id": 2, "source": "agent", "message": "Hi.",
          "metrics": {"completion_token_ids": ids, "logprobs": [-0.25] * len(ids)}},
     ]  # fmt: skip
-    place = tmp_path / "all.jsonl"
     rows = [{**ATIF, "trajectory_id": f"t{n}", "steps": steps} for n in range(3)]
-    place.write_text("\n".join(map(json.dumps, rows)))
+    place = lines(tmp_path / "all.jsonl", *rows)
     found = find_reader(place)
     assert isinstance(found, AtifReader)
-    batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=found, use_vllm_logp=True).split(
-        found.ids()
-    )
+    batch = split_all(processor, found, use_vllm_logp=True)
     assert batch["dataset_ids"].tolist() == ["t0", "t1", "t2"]
     assert batch.samples()[0].response_ids.tolist() == ids
     assert batch.samples()[0].logprobs.tolist() == [-0.25] * len(ids)
@@ -141,19 +129,19 @@ def test_agent_steps_in_a_row_are_one_answer_unless_one_of_them_is_copied(tmp_pa
         {"step_id": 3, "source": "agent", "message": "", "tool_calls": [
             {"tool_call_id": "c", "function_name": "f", "arguments": {"x": 1}}]},
     ]  # fmt: skip
-    file = tmp_path / "trajectory.json"
-    file.write_text(json.dumps({**ATIF, "steps": steps}))
-    said = AtifReader(file).read("t-1").messages[1].text
+
+    def read():
+        return AtifReader(lines(tmp_path / "trajectory.json", {**ATIF, "steps": steps})).read("t-1")
+
+    said = read().messages[1].text
     assert said == 'One.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     steps[1]["is_copied_context"] = True
-    file.write_text(json.dumps({**ATIF, "steps": steps}))
     with pytest.raises(DataError, match="step 3: an agent step follows another"):
-        AtifReader(file).read("t-1")
+        read()
     for odd in ({}, {"x": 1}, [1], "f"):
         steps[2]["tool_calls"] = odd
-        file.write_text(json.dumps({**ATIF, "steps": steps}))
         with pytest.raises(DataError, match="step 3: tool_calls must be a list of objects"):
-            AtifReader(file).read("t-1")
+            read()
 
 
 # --- AgentNet
@@ -308,8 +296,7 @@ def test_tool_calls_of_openai_are_what_the_models_template_would_write(processor
         {"role": "tool", "tool_call_id": "1", "content": "3"},
         {"role": "assistant", "content": "Three.", "reasoning_content": "Sure."},
     ]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
-    found = ChatReader(tmp_path / "a.jsonl")
+    found = ChatReader(lines(tmp_path / "a.jsonl", chat))
     batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=found).split(found.ids())
     assert answers(batch, processor) == [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call><|im_end|>',
@@ -329,49 +316,35 @@ def test_tool_calls_of_openai_are_what_the_models_template_would_write(processor
 def test_arguments_of_a_call_are_one_text_however_they_were_recorded(tmp_path, forms, written):
     for arguments in forms:
         call = {"function": {"name": "look", "arguments": arguments}}
-        chat = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-        ]
-        (tmp_path / "a.json").write_text(json.dumps([chat]))
-        said = ChatReader(tmp_path / "a.json").read("a-000000").messages[1].text
+        said = read_row(tmp_path, talk(None, tool_calls=[call])).messages[1].text
         assert said == f'<tool_call>\n{{"name": "look", "arguments": {written}}}\n</tool_call>', arguments
 
 
 @pytest.mark.parametrize("arguments", ['"Paris"', "7", [1], "{broken"])
 def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
     call = {"function": {"name": "look", "arguments": arguments}}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    (tmp_path / "a.json").write_text(json.dumps([chat]))
     with pytest.raises(DataError, match="message 1: arguments of 'look'"):
-        ChatReader(tmp_path / "a.json").read("a-000000")
+        read_row(tmp_path, talk(None, tool_calls=[call]))
 
 
 def test_images_listed_beside_a_chat_stand_where_it_marks_them(processor, tmp_path):
     (tmp_path / "0.png").write_bytes(png(0))
     (tmp_path / "1.png").write_bytes(png(1))
-    marks = [
-        {"role": "user", "content": "<image>Look:<image>"},
-        {"role": "assistant", "content": "An <image>."},
-    ]
-    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Look:"}, {"type": "image"}]},
-             marks[1]]  # fmt: skip
+    marks = talk("An <image>.", "<image>Look:<image>")
+    parts = talk("An <image>.", [{"type": "image"}, {"type": "text", "text": "Look:"}, {"type": "image"}])
     rows = [{"messages": chat, "images": ["0.png", "1.png"]} for chat in (marks, parts)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = ChatReader(tmp_path)
+    found = ChatReader(lines(tmp_path / "a.jsonl", *rows))
     batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=found).split(found.ids())
     first, second = batch.samples()
     assert first.input_ids.tolist() == second.input_ids.tolist()
     assert len(first.images) == 2
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": marks, "images": ["0.png"]}))
     with pytest.raises(DataError, match="more image marks than the 1 images"):
-        ChatReader(tmp_path).read("a-000000")
+        read_row(tmp_path, {"messages": marks, "images": ["0.png"]})
 
 
 # --- containers
 def chat_with(image):
-    user = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}
-    return {"messages": [user, {"role": "assistant", "content": "Yes."}], "reward": 0.25}
+    return {"messages": talk(question=[{"type": "image", "image": image}]), "reward": 0.25}
 
 
 def test_webdataset_archives_are_read_record_by_record(processor, tmp_path):
@@ -414,8 +387,8 @@ print(len(names), tracemalloc.get_traced_memory()[1])
 def test_a_large_file_is_read_in_bounded_memory(tmp_path, kind):
     count, filler = 150, "x" * 100_000
     place = tmp_path / f"large.{kind}"
-    chat = [{"role": "user", "content": filler}, {"role": "assistant", "content": "Yes."}]
-    rows_in(place, [{"id": f"c{n}", "messages": json.dumps(chat) + " " * n} for n in range(count)])
+    chat = json.dumps(talk(question=filler))
+    rows_in(place, [{"id": f"c{n}", "messages": chat + " " * n} for n in range(count)])
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(place)], capture_output=True, text=True, timeout=200
     )

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from chats import lines, rows_in, talk
+from chats import folder_of, lines, osworld_of, rows_in, split_all, talk
 
 from shoal.core.errors import DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter, find_reader
@@ -39,7 +39,7 @@ def test_files_whose_names_meet_lose_no_recording(processor, tmp_path):
         ["one", "two", "three", "four", *(f"long {number} {row}" for number in range(3) for row in range(2))]
     )
     assert "plain-000000" in told
-    batch = StepwiseTrajectorySplitter(processor, ".", reader=reader, on_error="skip").split(reader.ids())
+    batch = split_all(processor, reader, on_error="skip")
     assert len(batch["dataset_ids"]) == 10
     assert not batch.skipped
 
@@ -70,7 +70,7 @@ def test_an_id_that_is_taken_is_refused_and_the_first_is_kept(processor, tmp_pat
         f"{tmp_path / 'a.jsonl'}, record 1: id 'b' is taken by {tmp_path / 'a.jsonl'}",
         f"{tmp_path / 'z.jsonl'}, record 0: id 'b' is taken by {tmp_path / 'a.jsonl'}",
     ]
-    batch = StepwiseTrajectorySplitter(processor, ".", reader=reader, on_error="skip").split(reader.ids())
+    batch = split_all(processor, reader, on_error="skip")
     assert (len(batch["dataset_ids"]), len(batch.skipped)) == (4, 2)
 
 
@@ -111,8 +111,7 @@ def test_each_trajectory_of_a_subagent_is_a_recording(processor, tmp_path, kind)
     wanted = {name.replace("t", lead, 1): said for name, said in NESTED.items()}
     assert answers(reader) == wanted
     assert {reader.read(name).uid for name in reader.ids()} == {lead}  # one task: held out together
-    batch = StepwiseTrajectorySplitter(processor, ".", reader=reader).split(reader.ids())
-    assert batch["dataset_ids"].tolist() == list(wanted)
+    assert split_all(processor, reader)["dataset_ids"].tolist() == list(wanted)
 
 
 def test_subagents_of_a_trial_have_its_task_and_its_reward(tmp_path):
@@ -140,8 +139,7 @@ def test_a_broken_subagent_is_named_and_takes_no_other_with_it(tmp_path):
 
 # --- folders
 def test_a_folder_needs_no_task_config(processor, tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "final_messages.json").write_text(json.dumps(talk("yes")))
+    folder_of(tmp_path / "one", talk("yes"))
     recording = FolderReader(tmp_path).read("one")
     assert (recording.uid, recording.reward) == ("one", None)
     (tmp_path / "one" / "task_config.json").symlink_to("nowhere")
@@ -152,8 +150,7 @@ def test_a_folder_needs_no_task_config(processor, tmp_path):
 def test_folders_of_any_name_are_split(processor, tmp_path):
     names = ["user@host", "ü", "plain", "a b", "x" * 70, "user_host"]
     for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "final_messages.json").write_text(json.dumps(talk(name)))
+        folder_of(tmp_path / name, talk(name))
     reader = find_reader(tmp_path)
     assert sorted(answers(reader).values()) == sorted(names)
     assert {"plain", "a b", "user_host"} <= set(reader.ids())
@@ -165,10 +162,7 @@ def test_folders_of_any_name_are_split(processor, tmp_path):
 
 
 def test_osworld_results_of_any_name_are_read(tmp_path):
-    folder = tmp_path / "chrome" / "task@1"
-    folder.mkdir(parents=True)
-    (folder / "instruction.txt").write_text("Go.")
-    lines(folder / "traj.jsonl", {"step_num": 1, "action": "click()"})
+    osworld_of(tmp_path / "chrome" / "task@1", {"action": "click()"})
     [name] = OSWorldReader(tmp_path).ids()
     assert name.startswith("task_1-")
     assert OSWorldReader(tmp_path).read(name).messages[1].text == "click()"
@@ -182,10 +176,7 @@ def marked(place, text):
 
 
 def test_a_byte_order_mark_is_no_text_in_any_file(tmp_path):
-    plain, other = (
-        json.dumps({"id": "a", "messages": talk("yes")}),
-        json.dumps({"id": "b", "messages": talk("yes")}),
-    )
+    plain, other = (json.dumps({"id": name, "messages": talk("yes")}) for name in "ab")
     for name, text in (("one.json", plain), ("lines.jsonl", f"{plain}\n\ufeff{other}\n\ufeff\n")):
         told = answers(ChatReader(marked(tmp_path / name, text)))
         assert told == dict.fromkeys(["a"] if name == "one.json" else ["a", "b"], "yes")
@@ -202,10 +193,8 @@ def test_a_byte_order_mark_is_no_text_in_results_of_osworld(tmp_path, where):
     marked(folder / "traj.jsonl", '{"step_num": 1, "action": "click()"}\n')
     marked(folder / "result.txt", "0.5\n")
     recording = OSWorldReader(tmp_path).read("task")
-    assert (recording.reward, [message.text for message in recording.messages[:2]]) == (
-        0.5,
-        ["Go.", "click()"],
-    )
+    assert recording.reward == 0.5
+    assert [message.text for message in recording.messages[:2]] == ["Go.", "click()"]
 
 
 def test_a_byte_order_mark_is_no_text_in_trials(tmp_path):
@@ -223,10 +212,7 @@ def test_a_later_window_keeps_all_that_stands_before_the_first_answer(processor,
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "env info"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "the real "}, {"type": "text", "text": "task"}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("the real ", "task")]},
         {"role": "tool", "content": "files"},
     ]
     for number in range(1, 6):
@@ -235,7 +221,7 @@ def test_a_later_window_keeps_all_that_stands_before_the_first_answer(processor,
     reader = ChatReader(lines(tmp_path / "a.jsonl", {"messages": messages}))
 
     def said(cls, *sizes, **limits):
-        batch = cls(processor, ".", *sizes, reader=reader, padding="longest", **limits).split(reader.ids())
+        batch = split_all(processor, reader, cls, *sizes, **limits)
         return [[text_of(message["content"]) for message in sample.messages] for sample in batch.samples()]
 
     head = ["s", "env info", "the real task", "files"]

@@ -2,13 +2,13 @@
 
 import base64
 import io
-import json
 import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import folder_of, talk
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -44,17 +44,9 @@ def recordings(folder, image):
     folder.mkdir()
     good.write_bytes(encoded("PNG"))
     for name, shown in (("hostile", image), ("calm", good.read_bytes())):
-        (folder / name).mkdir()
-        (folder / name / "screen.png").write_bytes(shown)
-        chat = [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "Click."}, {"type": "image", "image": "screen.png"}],
-            },
-            {"role": "assistant", "content": "click(1, 2)"},
-        ]
-        (folder / name / "final_messages.json").write_text(json.dumps(chat))
-        (folder / name / "task_config.json").write_text(json.dumps({"id": name}))
+        asked = [{"type": "text", "text": "Click."}, {"type": "image", "image": "screen.png"}]
+        place = folder_of(folder / name, talk(question=asked))
+        (place / "screen.png").write_bytes(shown)
     return folder
 
 

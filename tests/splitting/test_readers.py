@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import atif, lines, rows_in, talk, tar_of
+from chats import atif, lines, read_row, rewrite, rows_in, split_all, talk, tar_of
 from tests.records import Exchange, exchanges, trajectory_of
 
 from shoal.core.data import write_trajectories
@@ -68,7 +68,7 @@ def test_openai_chats_split_like_the_folders_they_came_from(processor, recorded,
         target = root / "one.json" if container == "single" else root
     reader = ChatReader(target)
     assert reader.ids() == ids
-    got = StepwiseTrajectorySplitter(processor, root, reader=reader, padding="longest").split(ids)
+    got = split_all(processor, reader)
     want = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
     for name in ("input_ids", "position_ids", "loss_mask"):
         assert torch.equal(got[name], want[name])
@@ -109,7 +109,7 @@ def test_one_odd_id_costs_no_other_chat(processor, tmp_path, odd):
     rows = [{"id": name, "messages": talk()} for name in (odd, "b", "c")]
     reader = ChatReader(lines(tmp_path / "log.jsonl", *rows))
     names = reader.ids()
-    batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest").split(names)
+    batch = split_all(processor, reader)
     assert len(batch["uid"]) == len(set(names)) == 3
     assert all("/" not in name for name in names)
 
@@ -118,14 +118,8 @@ def test_one_odd_id_costs_no_other_chat(processor, tmp_path, odd):
 def test_an_image_is_found_by_its_path_and_by_its_uri(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     for reference in (name, (tmp_path / name).as_uri()):
-        chat = [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": reference}}]},
-            {"role": "assistant", "content": "click(1, 1)"},
-        ]
-        (tmp_path / "chat.json").write_text(json.dumps(chat))
-        assert ChatReader(tmp_path / "chat.json").read("chat-000000").messages[0].images == (
-            str(tmp_path / name),
-        )
+        chat = talk(question=[{"type": "image_url", "image_url": {"url": reference}}])
+        assert read_row(tmp_path, chat).messages[0].images == (str(tmp_path / name),)
 
 
 def test_the_folder_of_one_recording_can_be_split_and_names_its_task(processor, recorded):
@@ -133,7 +127,7 @@ def test_the_folder_of_one_recording_can_be_split_and_names_its_task(processor, 
     (root / ids[0] / "task_config.json").write_text('{"reward": 0.5}')
     reader = find_reader(root / ids[0])
     assert reader.ids() == ids[:1]
-    one = StepwiseTrajectorySplitter(processor, root, reader=reader, padding="longest").split(reader.ids())
+    one = split_all(processor, reader)
     assert one["uid"].tolist() == ids[:1] * 3
     assert one["reward_tensor"].sum(1).tolist() == [0.5] * 3
     both = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
@@ -182,7 +176,7 @@ def test_osworld_results_become_chats(processor, osworld):
     ]
     assert recording.messages[0].text == "Turn on the light."
     assert recording.messages[4].images[0].endswith("step_2.png")
-    batch = StepwiseTrajectorySplitter(processor, osworld, reader=reader, padding="longest").split([name])
+    batch = split_all(processor, reader)
     assert batch["reward_tensor"].sum(1).tolist() == [0.75] * 3
     assert len(batch["multi_modal_inputs"][2]["image_grid_thw"]) == 3
 
@@ -227,9 +221,7 @@ def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, 
     reader = find_reader(tmp_path)
     assert isinstance(reader, ShoalReader)
     assert reader.ids() == ["grid_x-4-2-0", "grid_x-4-2-2"]
-    batch = StepwiseTrajectorySplitter(
-        processor, tmp_path, reader=reader, use_vllm_logp=True, padding="longest"
-    ).split(reader.ids())
+    batch = split_all(processor, reader, use_vllm_logp=True)
     assert batch["uid"].tolist() == ["grid/x-4-2"] * 6
     for sample, turn in zip(batch.samples()[:3], exchanges(played[0]), strict=True):
         assert sample.prompt_ids.tolist() == list(turn.prompt_ids)
@@ -237,10 +229,7 @@ def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, 
         assert sample.logprobs.tolist() == list(turn.logprobs)
     assert batch["reward_tensor"].sum(1).tolist() == [1.5] * 6
     assert torch.equal(batch["rollout_log_probs"] != 0, batch["response_mask"].bool())
-    assert TrajectorySplitter(processor, tmp_path, reader=reader).split(reader.ids())["n_steps"].tolist() == [
-        1,
-        1,
-    ]
+    assert split_all(processor, reader, TrajectorySplitter)["n_steps"].tolist() == [1, 1]
 
 
 def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_path, caplog):
@@ -282,8 +271,7 @@ def test_a_broken_line_of_a_run_is_named_and_takes_no_other_with_it(processor, t
         broken = f"train-000004-{number:06d}"
         whole = [name for name in reader.ids() if name != broken]
         assert whole == [f"grid_x-4-2-{member}" for member in range(3) if member != (torn == "amid")]
-        splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, on_error="skip")
-        batch = splitter.split(reader.ids())
+        batch = split_all(processor, reader, on_error="skip")
         assert list(dict.fromkeys(batch["dataset_ids"].tolist())) == whole
         assert [item.dataset_id for item in batch.skipped] == [broken]
         assert f"{file}, record {number}: not a trajectory" in batch.skipped[0].reason
@@ -297,9 +285,7 @@ def test_own_trajectories_may_show_images(processor, recorded, tmp_path):
     (tmp_path / "shots" / "a.png").write_bytes((root / ids[0] / "image_0000.png").read_bytes())
     write_trajectories(tmp_path / "trajectories" / "000.jsonl", [trajectory(processor, image="shots/a.png")])
     reader = ShoalReader(tmp_path)
-    batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest").split(
-        reader.ids()
-    )
+    batch = split_all(processor, reader)
     assert [len(item["image_grid_thw"]) for item in batch["multi_modal_inputs"]] == [1, 2, 3]
     assert batch.summary()["images"] == 1  # one file, read once
 
@@ -317,10 +303,7 @@ def test_readers_are_found_by_what_a_folder_holds(recorded, tmp_path):
 def test_sharegpt_counts_one_mark_per_image(recorded, tmp_path):
     root, ids = recorded
     reader = FolderReader(root)
-    path = root / ids[1] / "final_messages.json"
-    messages = json.loads(path.read_text())
-    messages[2]["content"][0]["text"] = "I see an <image> tag"
-    path.write_text(json.dumps(messages))
+    rewrite(root / ids[1], lambda messages: messages[2]["content"][0].update(text="I see an <image> tag"))
     assert write_sharegpt(tmp_path / "sft.json", map(reader.read, ids)) == 2
     rows = json.loads((tmp_path / "sft.json").read_text())
     assert [row["id"] for row in rows] == ids
@@ -343,8 +326,7 @@ def test_threads_read_the_same_file_without_mixing_its_recordings(tmp_path, kind
 
 def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
     said = "one\u2028two\u2029three\x85four\x0bfive\x1c"
-    chats = [{"id": f"c{i}", "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "x"}]}
-             for i in range(2)]  # fmt: skip
+    chats = [{"id": f"c{i}", "messages": talk(question=said)} for i in range(2)]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps(chat, ensure_ascii=False) for chat in chats) + "\n", "utf-8")
     reader = ChatReader(file)
@@ -354,27 +336,19 @@ def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
 
 def test_calls_as_openai_had_them_before_are_part_of_the_answer(tmp_path):
     chat = [
-        {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "function_call": {"name": "look", "arguments": '{"at": "sky"}'},
-        },
+        *talk("Let me see.", function_call={"name": "look", "arguments": '{"at": "sky"}'}),
         {"role": "function", "name": "look", "content": "Rain."},
         {"role": "assistant", "content": "It rains."},
     ]
-    (tmp_path / "a.json").write_text(json.dumps(chat))
-    messages = ChatReader(tmp_path / "a.json").read("a-000000").messages
+    messages = read_row(tmp_path, chat).messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
     assert messages[1].text == f"Let me see.\n{call}"
 
 
 def test_images_beside_a_chat_that_are_no_list_are_refused(tmp_path):
-    chat = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
-    (tmp_path / "a.json").write_text(json.dumps({"messages": chat, "images": "a.png"}))
     with pytest.raises(DataError, match="images must be a list, got str"):
-        ChatReader(tmp_path / "a.json").read("a-000000")
+        read_row(tmp_path, {"messages": talk(question="<image>What?"), "images": "a.png"})
 
 
 def write_chats_as(kind, file, words):
@@ -382,10 +356,8 @@ def write_chats_as(kind, file, words):
     if kind == "tar":
         tar_of(file, {f"{word}.json": json.dumps(talk(word)).encode() for word in words})
     else:
-        rows_in(
-            file,
-            [{"id": word, "messages": talk(word)} if kind == "parquet" else talk(word) for word in words],
-        )
+        named = kind == "parquet"
+        rows_in(file, [{"id": word, "messages": talk(word)} if named else talk(word) for word in words])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet"])
@@ -406,7 +378,7 @@ def test_chats_that_are_added_to_a_file_keep_no_other_from_being_read(tmp_path):
     reader = ChatReader(file)
     names = reader.ids()
     with file.open("a") as more:
-        more.write('\n[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "six"}]\n')
+        more.write(f"\n{json.dumps(talk('six'))}\n")
     assert [reader.read(name).messages[1].content for name in names] == ["one", "two"]
 
 

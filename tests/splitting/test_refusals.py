@@ -1,7 +1,6 @@
 """What is wrong with recordings, rewards or settings is an error that names it."""
 
 import errno
-import json
 import shutil
 import struct
 import zlib
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import folder_of
 from PIL import Image
 
 from shoal.core.errors import DataError
@@ -24,20 +24,13 @@ def test_bad_trajectories_are_named_with_file_and_remedy(processor, damaged):
     assert "image_0001.png is missing; restore it" in batch.skipped[1].reason
 
 
-def write(root, name, **files):
-    for file, content in files.items():
-        (root / name / f"{file}.json").write_text(json.dumps(content))
-
-
 def text(role, words):
     return {"role": role, "content": [{"type": "text", "text": words}]}
 
 
 def picture(reference):
-    return {
-        "role": "user",
-        "content": [{"type": "text", "text": "go"}, {"type": "image_url", "image_url": reference}],
-    }
+    parts = [{"type": "text", "text": "go"}, {"type": "image_url", "image_url": reference}]
+    return {"role": "user", "content": parts}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +60,7 @@ def picture(reference):
 )
 def test_bad_messages_are_refused_with_a_reason(processor, make_root, messages, message):
     root, ids = make_root(2, steps=1, size=(60, 60))
-    write(root, ids[0], final_messages=messages)
+    folder_of(root / ids[0], messages)
     batch = StepwiseTrajectorySplitter(processor, root, on_error="skip", padding="longest").split(ids)
     assert batch["dataset_ids"].tolist() == [ids[1]]
     assert message in batch.skipped[0].reason
@@ -97,12 +90,8 @@ def bomb(path, width, height):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b""))
-        + chunk(b"IEND", b"")
-    )
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(b"")), chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +122,8 @@ def test_rewards_must_match_and_be_finite(processor, make_root):
     assert "must be finite, got nan" in batch.skipped[0].reason
     assert ids[1] in batch.skipped[0].reason
     assert batch["reward_tensor"].sum(1).tolist() == [1.0, 3.0]
-    batch = splitter.split(
-        ids, [1e39, 10**400, 3.0]
-    )  # float32, as rewards are kept, would make infinity of them
+    # float32, as rewards are kept, would make infinity of them
+    batch = splitter.split(ids, [1e39, 10**400, 3.0])
     assert ["got 1e+39, for which float32 has no room" in s.reason for s in batch.skipped] == [True, False]
     assert "must be finite, got inf" in batch.skipped[1].reason
     with pytest.raises(DataError, match="process rewards must be in"):

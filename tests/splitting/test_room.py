@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from chats import talk
 from PIL import Image
 
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
@@ -40,11 +41,8 @@ def test_the_work_for_a_recording_grows_with_its_length_and_no_faster(processor,
 
     monkeypatch.setattr(type(tokenizer), "encode", counted)
     for size in (100, 200, 400):
-        user = {
-            "role": "user",
-            "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Go."}],
-        }
-        chat = [user, {"role": "assistant", "content": "I go."}] * (size // 2)
+        shown = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Go."}]
+        chat = talk("I go.", shown) * (size // 2)
         (tmp_path / f"{size}.json").write_text(json.dumps([chat]))
         reader = ChatReader(tmp_path / f"{size}.json")
         splitter = cls(processor, tmp_path, reader=reader, limit_messages=3, padding="longest")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import folder_of, rewrite, talk
 
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
@@ -129,10 +130,8 @@ def test_recordings_that_have_changed_and_shards_that_are_damaged_are_refused(pr
     assert again() == ["000000", "000001"]
     said = root / ids[0] / "final_messages.json"
     before = said.read_text()
-    said.write_text(json.dumps([{"role": "user", "content": "?"}, {"role": "assistant", "content": "other"}]))
-    with pytest.raises(
-        ConfigError, match="begun with recordings that have changed since; give another folder"
-    ):
+    folder_of(root / ids[0], talk("other"))
+    with pytest.raises(ConfigError, match="recordings that have changed since; give another folder"):
         again()
     said.write_text(before)
     os.utime(said, (0, 0))  # the same words are the same recording
@@ -216,6 +215,7 @@ def test_a_folder_of_shards_is_not_mixed_with_another_processor(processor_folder
 
     assert shards(processor_folder, "shards") == ["000000", "000001"]
     assert shards(shutil.copytree(processor_folder, tmp_path / "same"), "shards") == []
+    why = "begun with another tokenizer, image processor or chat template"
     for name, before, after in (
         ("chat_template.jinja", "message.role", "message['role']"),
         ("preprocessor_config.json", '"patch_size"', '"image_mean": [0.1, 0.1, 0.1], "patch_size"'),
@@ -225,19 +225,13 @@ def test_a_folder_of_shards_is_not_mixed_with_another_processor(processor_folder
         text = (other / name).read_text()
         assert before in text
         (other / name).write_text(text.replace(before, after))
-        with pytest.raises(
-            ConfigError, match="begun with another tokenizer, image processor or chat template"
-        ):
+        with pytest.raises(ConfigError, match=why):
             shards(other, "shards")
 
 
 def test_a_shard_in_which_nothing_is_trained_does_not_end_the_run(processor, make_root, tmp_path):
     root, ids = make_root(3, steps=1, size=(60, 60))
-    path = root / ids[1] / "final_messages.json"
-    messages = json.loads(path.read_text())
-    for message in messages:
-        message["trained"] = False
-    path.write_text(json.dumps(messages))
+    rewrite(root / ids[1], lambda messages: [message.update(trained=False) for message in messages])
     splitter = StepwiseTrajectorySplitter(processor, root, padding="longest")
     made = list(split_shards(splitter, ids, None, tmp_path / "shards", size=1))
     assert [counts["samples"] for _, counts in made] == [1, 0, 1]

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from chats import folder_of, rewrite, split_all
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
@@ -52,10 +53,7 @@ def text_of(processor, ids):
 
 
 def test_steps_under_a_forgetful_template_have_the_context_of_their_rollout(forgetful, thoughts):
-    batch = StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, padding="longest").split(
-        thoughts.ids()
-    )
-    for number, sample in enumerate(batch.samples()):
+    for number, sample in enumerate(split_all(forgetful, thoughts).samples()):
         wanted = forgetful.apply_chat_template(
             sample.messages[:-1], tokenize=False, add_generation_prompt=True
         )
@@ -64,7 +62,7 @@ def test_steps_under_a_forgetful_template_have_the_context_of_their_rollout(forg
 
 
 def test_windows_under_a_forgetful_template_train_what_is_left_of_the_answers(forgetful, thoughts):
-    batch = TrajectorySplitter(forgetful, ".", 3, 3, reader=thoughts, padding="longest").split(thoughts.ids())
+    batch = split_all(forgetful, thoughts, TrajectorySplitter, 3, 3)
     texts = []
     for sample in batch.samples():
         whole = forgetful.apply_chat_template(sample.messages, tokenize=False)
@@ -92,11 +90,7 @@ def test_a_window_ends_with_its_last_trained_answer_and_shows_no_image_behind_it
     processor, forgetful, make_root, looks_back
 ):
     root, ids = make_root(1, steps=3, size=(90, 60))
-    path = root / ids[0] / "final_messages.json"
-    messages = json.loads(path.read_text())
-    answers = [message for message in messages if message["role"] == "assistant"]
-    answers[-1]["trained"] = False
-    path.write_text(json.dumps(messages))
+    rewrite(root / ids[0], lambda messages: messages[-1].update(trained=False))
     splitter = TrajectorySplitter(forgetful if looks_back else processor, root, 3, 3, padding="longest")
     (sample,) = splitter.split(ids).samples()
     assert len(sample.images) == len(sample.image_spans) == len(sample.inputs["image_grid_thw"]) == 2
@@ -129,10 +123,7 @@ def test_a_template_without_a_system_role_splits_chats_without_one(processor, tm
     tokenizer.chat_template = REFUSES_SYSTEM
     chat = [("user", "Hello."), ("assistant", "Hi."), ("user", "Bye."), ("assistant", "Bye bye.")]
     for name, lead in (("plain", []), ("refused", [("system", "Be kind.")])):
-        (tmp_path / name).mkdir()
-        messages = [{"role": role, "content": text} for role, text in [*lead, *chat]]
-        (tmp_path / name / "final_messages.json").write_text(json.dumps(messages))
-        (tmp_path / name / "task_config.json").write_text(json.dumps({"id": name}))
+        folder_of(tmp_path / name, [{"role": role, "content": text} for role, text in [*lead, *chat]])
     splitter = TrajectorySplitter(tokenizer, tmp_path, on_error="skip")
     batch = splitter.split(["plain", "refused"], [1.0, 1.0])
     assert [item.dataset_id for item in batch.skipped] == ["refused"]
@@ -240,13 +231,8 @@ def test_another_way_of_resampling_is_imitated_too(processor, make_root):
 def test_a_tokenizer_alone_splits_text_with_plain_positions(processor, thoughts, make_root):
     tokenizer = copy.deepcopy(processor.tokenizer)
     tokenizer.chat_template = processor.chat_template
-    batch = StepwiseTrajectorySplitter(tokenizer, ".", reader=thoughts, padding="longest").split(
-        thoughts.ids()
-    )
+    batch, whole = split_all(tokenizer, thoughts), split_all(processor, thoughts)
     assert batch["position_ids"].ndim == 2
-    whole = StepwiseTrajectorySplitter(processor, ".", reader=thoughts, padding="longest").split(
-        thoughts.ids()
-    )
     assert torch.equal(batch["input_ids"], whole["input_ids"])
     assert torch.equal(batch["position_ids"], whole["position_ids"][:, 0])
     root, ids = make_root(1, steps=1, size=(60, 60))
@@ -290,7 +276,7 @@ def test_an_answer_has_the_tokens_of_its_chat_where_a_tokenizer_puts_spaces_befo
             + "' -}}{%- endif -%}"
         )
         for cls, upto in ((TrajectorySplitter, 4), (StepwiseTrajectorySplitter, 2)):
-            made = cls(tokenizer, tmp_path, reader=reader, padding="longest").split(reader.ids())
+            made = split_all(tokenizer, reader, cls)
             whole = tokenizer.apply_chat_template(chat[:upto], tokenize=False)
             assert made.samples()[0].input_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
 
@@ -360,19 +346,14 @@ def test_templates_of_each_kind_are_split_as_they_write(processor, tmp_path, kin
         chat += [{"role": "user", "content": f"state {n}"}, {"role": "assistant", "content": f"go {n}"}]
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     reader = ChatReader(tmp_path / "chat.json")
-    steps = StepwiseTrajectorySplitter(tokenizer, ".", reader=reader, padding="longest").split(reader.ids())
-    for n, step in enumerate(steps.samples()):
+    for n, step in enumerate(split_all(tokenizer, reader).samples()):
         prompt = tokenizer.decode(step.prompt_ids.tolist())
         assert prompt == tokenizer.apply_chat_template(
             step.messages[:-1], tokenize=False, add_generation_prompt=True
         )
         assert prompt.endswith(asks)
         assert tokenizer.decode(step.response_ids.tolist()) == answer.format(n)
-    (window,) = (
-        TrajectorySplitter(tokenizer, ".", 3, 3, reader=reader, padding="longest")
-        .split(reader.ids())
-        .samples()
-    )
+    (window,) = split_all(tokenizer, reader, TrajectorySplitter, 3, 3).samples()
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert whole.startswith(tokenizer.decode(window.input_ids.tolist()))
     trained = tokenizer.decode(window.response_ids[window.response_mask].tolist())
