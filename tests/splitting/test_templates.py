@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import folder_of, rewrite, split_all
 from PIL import Image
+from tests.splitting.chats import folder_of, rewrite, split_all
 from tokenizers.processors import TemplateProcessing
 
 from shoal.core.errors import ConfigError, DataError
