@@ -63,6 +63,9 @@ def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeyp
     ]
     assert rows == [[0], [3]]
     assert "holds a run already" in prints("rollout", *TINY, "run_dir=runs/rollout", code=2)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("of somebody")
+    assert "mine holds other files (notes.txt) and no run" in prints("rollout", *TINY, "run_dir=mine", code=2)
 
 
 def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_nothing(tmp_path, prints):
@@ -72,7 +75,7 @@ def test_comparing_prints_time_metrics_and_equality_and_a_killed_worker_changes_
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert (metrics["least_level"], metrics["episodes"]) == ("L2", 6)
     assert metrics["worker_deaths"] >= 1
-    assert f"{metrics['seconds_rollout']:.3f}"[:-1] in rows["sequential"]
+    assert float(rows["sequential"].split()[1]) == pytest.approx(metrics["seconds_rollout"], abs=0.002)
     assert f"{metrics['seconds_parallel']:.3f}" in rows["parallel"]
 
 

@@ -84,6 +84,7 @@ def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
     for wrong in (
         ["--ids", "nosuch", "--rewards", str(tmp_path / "rewards.json")],
         ["--ids", ids[0], ids[0]],
+        ["--shard-size", "1", "--resume"],
         ["--processor", str(tmp_path)],
         ["--rewards", str(tmp_path / "no.json")],
         ["--reader", "nosuch"],
@@ -91,6 +92,11 @@ def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
         ["--resume"],
     ):
         assert main(command(base, tmp_path / "run", *wrong)) == 2, wrong
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("of somebody")
+    assert main(command(base, mine)) == 2
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
     for root in ("nowhere", "empty"):
         assert main(["split", str(tmp_path / root), "--out", str(tmp_path / "run")]) == 2
     assert not (tmp_path / "run").exists()

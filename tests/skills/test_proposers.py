@@ -182,7 +182,7 @@ def described(path: Path, *skills: Skill) -> KnowledgeBase:
 
 
 def test_a_skill_that_is_mended_in_the_file_is_trained_anew_as_it_is_now(tmp_path: Path, scripted) -> None:
-    """And what waits for it follows: after the change the table needs saplings, not wood."""
+    """And what waits follows: after the change the table needs saplings, which another skill collects."""
 
     mended = threading.Event()
 
@@ -193,7 +193,11 @@ def test_a_skill_that_is_mended_in_the_file_is_trained_anew_as_it_is_now(tmp_pat
 
     launcher = scripted(not_as_it_was)
     wrong = a_skill("Gather", "wood"), a_skill("Place Table", "table", {"wood": 1})
-    right = a_skill("Gather", "sapling"), a_skill("Place Table", "table", {"sapling": 1})
+    right = (
+        a_skill("Gather", "drink"),
+        a_skill("Place Table", "table", {"sapling": 1}),
+        a_skill("Seek", "sapling"),
+    )
     s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=launcher)
     assert not s.run(described(tmp_path / "skills.yaml", *wrong))
     assert {row.name: row.status for row in s.store.skills()} == {
@@ -204,9 +208,10 @@ def test_a_skill_that_is_mended_in_the_file_is_trained_anew_as_it_is_now(tmp_pat
     mended.set()
     assert s.run(described(tmp_path / "skills.yaml", *right))
     assert [row.spec for row in s.store.skills()] == [*right]
+    assert s.store.skill("Place Table").dependencies == ("Seek",)
     assert s.store.skill("Gather").budget_total == used + s.config.total_timesteps
     with pytest.raises(
-        ConfigError, match="'Gather' is completed, and is described otherwise now: undo the change"
+        ConfigError, match="'Gather' is completed, and its description has changed: undo the change"
     ):
         s.run(described(tmp_path / "skills.yaml", *wrong))
     assert [row.spec for row in s.store.skills()] == [*right]
@@ -217,7 +222,7 @@ def test_a_skill_that_is_no_longer_in_the_file_is_named(tmp_path: Path, scripted
     for skill in SKILLS[:2]:
         s.add_skill(skill.name, skill)
     assert s.run(described(tmp_path / "skills.yaml", SKILLS[0]))
-    assert f"no longer described, and trained as before: {SKILLS[1].name!r}; " in caplog.text
+    assert f"not described any more, but still trained: {SKILLS[1].name!r}; " in caplog.text
 
 
 def test_a_file_without_skills_is_refused(tmp_path: Path) -> None:

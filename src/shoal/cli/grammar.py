@@ -26,7 +26,7 @@ from shoal.cli.command import Positional, default_of, flags_of_field
 from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
-from shoal.core.run_folder import finite, refuse_foreign, refuse_missing
+from shoal.core.run_folder import finite, refuse_foreign
 from shoal.viewer.markup import counted, duration
 
 terminal = logging.getLogger("shoal.terminal")
@@ -68,11 +68,8 @@ def run_folder(wanted: Path | str | None, name: str, resume: bool) -> Path:
 
     Raises:
         ConfigError: it holds files and no run.
-        DataError: it is to be resumed, and is not there.
     """
     if wanted is not None:
-        if resume:
-            refuse_missing(Path(wanted))
         refuse_foreign(Path(wanted))
         return Path(wanted)
     return newest_folder(name) if resume else new_folder(name)

@@ -31,7 +31,7 @@ from shoal.skills.learning.trainer import TrainingConfig, default_config
 from shoal.skills.plan import dependencies, plan_for
 from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
 from shoal.skills.scheduler import SkillScheduler, check_limits
-from shoal.skills.spec import load_skills
+from shoal.skills.spec import Features, load_skills
 from shoal.skills.worlds.registry import check_installed, world_features, world_of
 from shoal.viewer.markup import counted
 
@@ -146,20 +146,9 @@ def train(options: TrainOptions) -> int:
     world = world_of(options.env_name)
     features = world_features(world)
     os.environ.update(compilation_cache())
-    path = options.skills or knowledge_base(world)
     refuse_below(options, max_nodes=1, evaluation_worlds=0)
     _refuse_what_is_ignored(options)
-    proposer: Proposer
-    if options.replay:
-        proposer = Replay(options.replay, features)
-    elif options.llm_name:
-        key = os.environ.get("OPENAI_API_KEY", "none") if "llm_url" in options.said else "none"
-        proposer = LanguageModel(
-            options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
-            record=options.graph_path / "proposals.jsonl",
-        )  # fmt: skip
-    else:
-        proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
+    proposer = _proposer(options, options.skills or knowledge_base(world), features)
     if options.dry_run:
         _print_graph(proposer, as_json=options.json)
     if options.launcher in ("local", "tmux"):
@@ -241,6 +230,19 @@ def train(options: TrainOptions) -> int:
 
 
 COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
+
+
+def _proposer(options: TrainOptions, path: Path, features: Features) -> Proposer:
+    """What names the skills to train; `path` describes some."""
+    if options.replay:
+        return Replay(options.replay, features)
+    if not options.llm_name:
+        return KnowledgeBase(path, features, options.max_nodes, options.target_skill)
+    key = os.environ.get("OPENAI_API_KEY", "none") if "llm_url" in options.said else "none"
+    return LanguageModel(
+        options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
+        record=options.graph_path / "proposals.jsonl",
+    )  # fmt: skip
 
 
 def _refuse_what_is_ignored(options: TrainOptions) -> None:

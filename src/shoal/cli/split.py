@@ -22,7 +22,7 @@ from shoal.cli.output import next_steps
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
 from shoal.core.files import read_json, write_text
-from shoal.core.run_folder import RunFolder
+from shoal.core.run_folder import RunFolder, refuse_missing
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def split(options: SplitOptions) -> None:
     if options.resume and not options.shard_size:
         raise ConfigError("--resume writes missing shards: it needs --shard-size")
     place = run_folder(options.out, "split", options.resume)
+    if options.resume:
+        refuse_missing(place)
     written = [part for part in ("batch", "shards") if (place / part).exists()]
     if written and not (options.resume and written == ["shards"]):
         raise ConfigError(f"{place / written[0]} exists: choose another --out, or remove it")

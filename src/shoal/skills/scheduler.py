@@ -231,13 +231,13 @@ class SkillScheduler:
         Args:
             proposer: names more skills while others train. What it proposes next should depend on how the trainings
                 end that the newest skill needs, so it is asked again when they have; one that knows all its skills
-                beforehand (`foresees = True`) is asked for all at once, and those of its `skills` that the folder
-                has, and that are described otherwise now, are trained anew.
+                beforehand (`foresees = True`) is asked for all at once. A skill in the folder begins anew if its
+                description in `skills` of the proposer has changed.
             max_nodes: most skills in the graph.
 
         Raises:
             WorkerError: another scheduler is running on this folder; nothing was proposed.
-            ConfigError: the proposer describes a skill otherwise that is trained already.
+            ConfigError: the description of a trained skill has changed.
             MissingExtraError: trainings would run here, where the world cannot be made.
             Exception: what the proposer raised, after all that was queued has been trained.
         """

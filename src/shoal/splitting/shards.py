@@ -89,12 +89,7 @@ def split_shards(
         for number, first in enumerate(range(0, len(ids), size)):
             place = folder / f"{number:06d}"
             if place.is_dir():
-                try:
-                    verify_folder(place)
-                except DataError as error:
-                    raise DataError(
-                        f"{error}; remove {place}, and split again with the same folder"
-                    ) from error
+                _verify(place)
             else:
                 of = None if rewards is None else rewards[first : first + size]
                 results = splitter.results(ids[first : first + size], of, executor=executor)
@@ -151,6 +146,13 @@ def _counts(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
     nothing = {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
     counts: dict[str, Any] = nothing if batch is None else batch.summary()
     return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
+
+
+def _verify(place: Path) -> None:
+    try:
+        verify_folder(place)
+    except DataError as error:
+        raise DataError(f"{error}; remove {place}, and split again with the same folder") from error
 
 
 def _contents(reader: Any) -> list[list[str]]:

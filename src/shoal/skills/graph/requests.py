@@ -71,38 +71,36 @@ def is_exhausted(store: Store, name: str) -> bool:
 
 
 def revise(store: Store, skills: Sequence[Skill], features: Features, budget: int) -> None:
-    """Have skills that are not trained yet be as they are described now; they begin anew, with `budget` env steps.
+    """Take over changed descriptions of skills that are not trained yet; they begin anew, with `budget` env steps.
 
     Raises:
-        ConfigError: one that is described otherwise is trained, or in training.
+        ConfigError: a skill that is trained, or in training, has changed.
     """
     now = {skill.name: skill for skill in skills}
     with store.transaction():
         rows = store.skills()
-        specs = [now.get(row.name, row.spec) for row in rows]
-        changed = [row for row, spec in zip(rows, specs, strict=True) if spec.as_dict() != row.spec.as_dict()]
+        changed = [row for row in rows if now.get(row.name, row.spec).as_dict() != row.spec.as_dict()]
         if trained := [row for row in changed if row.status in ("completed", "running")]:
             raise ConfigError(
-                f"{trained[0].name!r} is {trained[0].status}, and is described otherwise now: undo the change, give "
+                f"{trained[0].name!r} is {trained[0].status}, and its description has changed: undo the change, give "
                 "the skill another name, or train in another folder"
             )
         left = [row for row in rows if row.status not in ("completed", "running")]
         if gone := [row.name for row in left if row.name not in now]:
             logger.warning(
-                "no longer described, and trained as before: %s; `shoal skills cancel` gives a skill up",
+                "not described any more, but still trained: %s; `shoal skills cancel` gives a skill up",
                 ", ".join(map(repr, gone)),
             )
-        if changed:
-            for row in left:
-                if row.name in now:
-                    needed = dependencies(now[row.name], specs, features)
-                    store.update_skill(row.name, dependencies=needed)
+        every = [*skills, *(row.spec for row in rows if row.name not in now)]
+        for row in left if changed else ():
+            if row.name in now:
+                store.update_skill(row.name, dependencies=dependencies(now[row.name], every, features))
         for row in changed:
             spec, total = now[row.name].as_dict(), row.budget_used + budget
             store.update_skill(row.name, spec=spec, budget_total=total, allotment=None, fresh=1)
             if store.skill(row.name).status != "waiting":
                 reopen(store, row.name, fresh=True)
-            logger.info("%r is described otherwise now and begins anew", row.name)
+            logger.info("the description of %r has changed: it begins anew", row.name)
 
 
 def ask_to_cancel(store: Store, name: str) -> SkillRow:

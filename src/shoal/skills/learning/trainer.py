@@ -305,7 +305,7 @@ class Trainer:
                 if not np.isfinite(getattr(rollout, name)).all():
                     raise DivergedError(
                         f"update {self.update}: the world gave {name} that are no numbers (NaN or infinity): mend the "
-                        f"world or the skill, and begin anew"
+                        "world or the skill, and begin anew"
                     )
             raise DivergedError(
                 f"update {self.update} made weights that are no numbers: begin anew with a lower --lr, "

@@ -120,17 +120,10 @@ def prepare_training_run(
     with (
         contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
     ):
-        loaded: dict[int, dict[str, Any]] = {}  # which version of each expert; a new one has none yet
-        mixture: dict[int, Mapping[str, NDArray]] = {}  # parameters by local number
-        for local, index in to_global.items():
-            if head := opened.head(index):
-                mixture[local] = decode(opened.get_blob(head.sha256), f"expert {index}")[0]
-                loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
-            elif index != global_expert_idx:
-                owner = {int(done["expert_idx"]): name for name, done in completed_skills.items()}
-                raise DataError(f"expert {index} ({owner.get(index)!r}) has no version in {opened.root}")
-            elif initialize_expert_fn is not None:
-                mixture[local] = dict(initialize_expert_fn())
+        owners = {int(done["expert_idx"]): name for name, done in completed_skills.items()}
+        mixture, loaded = _load_experts(opened, to_global, global_expert_idx, owners)
+    if global_expert_idx not in loaded and initialize_expert_fn is not None:
+        mixture[to_local[global_expert_idx]] = dict(initialize_expert_fn())
     experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed}
     experts[skill_name] = global_expert_idx
     remap = {
@@ -164,6 +157,21 @@ def prepare_training_run(
     write_json(policies / "remap.json", remap)
     write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
+
+
+def _load_experts(
+    store: Store, to_global: Mapping[int, int], own: int, owners: Mapping[int, str]
+) -> tuple[dict[int, Mapping[str, NDArray]], dict[int, dict[str, Any]]]:
+    """Parameters by local number, and which version of each expert they are; the skill's `own` may have none yet."""
+    mixture: dict[int, Mapping[str, NDArray]] = {}
+    loaded: dict[int, dict[str, Any]] = {}
+    for local, index in to_global.items():
+        if head := store.head(index):
+            mixture[local] = decode(store.get_blob(head.sha256), f"expert {index}")[0]
+            loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
+        elif index != own:
+            raise DataError(f"expert {index} ({owners.get(index)!r}) has no version in {store.root}")
+    return mixture, loaded
 
 
 @dataclass(frozen=True)
