@@ -15,7 +15,6 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from torch import nn
 
-from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.executors import Closing
 from shoal.core.workers import StartMethod
@@ -40,6 +39,7 @@ from shoal.train.ppo.config import (
     choose_device,
     read_config,
 )
+from shoal.train.ppo.ctrl_c import CtrlCWaits
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.evaluation import Evaluation, evaluate
 from shoal.train.ppo.learner import CompiledLearner

@@ -18,7 +18,6 @@ import numpy as np
 from msgspec import Meta
 
 from shoal.core.configuration import as_yaml, check_fields
-from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
 from shoal.core.files import is_whole, read_json, remove_leftovers, replacing, write_text
 from shoal.core.run_folder import FolderLock, RunFolder
@@ -35,6 +34,7 @@ from shoal.train.ppo.checkpoint import (
     save_checkpoint,
 )
 from shoal.train.ppo.config import BUILT_IN, LARGEST, PPOConfig, read_config
+from shoal.train.ppo.ctrl_c import CtrlCWaits
 
 if TYPE_CHECKING:
     from shoal.train.ppo.ppo import PPO, Metrics

@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from torch import nn
 
-from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.ppo.agent import PPOAgent
@@ -33,6 +32,7 @@ from shoal.train.ppo.checkpoint import (
 )
 from shoal.train.ppo.collect import EpisodeLog, mean_of
 from shoal.train.ppo.config import PPOConfig, check_whole, choose_device, read_config
+from shoal.train.ppo.ctrl_c import CtrlCWaits
 from shoal.train.ppo.policy import mask_rows, observation_rows
 
 Array = np.ndarray
