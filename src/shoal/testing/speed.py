@@ -95,8 +95,11 @@ def measure_backends(
 def _size(env: Any) -> int:
     """Bytes of one observation; characters of text."""
     layout, obs = Layout.of(env.observation_space), env.reset(seed=0)[0]
-    leaves = layout.flatten(obs)
-    return sum(layout.leaves[i].nbytes for i in layout.fixed) + sum(len(leaves[i]) for i in layout.text)
+    size = 0
+    for leaf, value in zip(layout.leaves, layout.flatten(obs), strict=True):
+        size += math.prod(leaf.shape) * leaf.dtype.itemsize if leaf.kind == "fixed" else 0
+        size += len(value) if leaf.kind == "text" else 0
+    return size
 
 
 def _ways(

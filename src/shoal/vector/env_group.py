@@ -29,7 +29,7 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EnvError, safe_repr
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.buffers import Array, Buffers, PickledActions, RowWriter, read, reader
+from shoal.vector.buffers import Array, Buffers, PickledActions, RowWriter, is_array_like, read, reader
 from shoal.vector.infos import CELLS, FINAL_IN_BUFFER, EnvInfo, Info, InfoTable
 from shoal.vector.messages import (
     NOTHING,
@@ -321,14 +321,8 @@ class EnvGroup:
                 env_infos.append(EnvInfo(self.first + j, None, None, info))
             return obs
         final: Any = FINAL_IN_BUFFER
-        target = self._final
-        if (
-            target is not None
-            and type(obs) is np.ndarray
-            and obs.dtype == target.dtype
-            and obs.shape == target.shape[1:]
-        ):
-            target[j] = obs
+        if self._final is not None and is_array_like(obs, self._final[j, ...]):
+            self._final[j] = obs
             if self._checks_observations and _holds_nan(obs):
                 raise EnvError(NAN_OBSERVATION)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
-import functools
 import logging
 import random
 import threading
@@ -179,11 +178,6 @@ class Options:
             self.step_timeout, self.step_timeout if self.make_timeout is None else self.make_timeout
         )
 
-    @property
-    def guarded(self) -> bool:
-        """Whether no env may run in the caller, not even for a trial: one that hangs or crashes would stop it."""
-        return self.step_timeout is not None or self.make_timeout is not None or self.on_failure != "raise"
-
 
 CONVERTERS = "pettingzoo.utils.conversions"
 """Where its `parallel_env` functions are made."""
@@ -250,21 +244,21 @@ def env_fns_of(
 
 
 # --- starting workers
-StartedWorkers = tuple[list[Worker], Buffers, Attach, Description, Callable[[], None]]
-"""Environments that are made and know where their results go: the arguments of a `VectorPool`."""
-
-
 @explain_file_limit()
 def open_workers(
     env_fns: Sequence[EnvFn],
     plan: Plan,
     options: Options,
     describe: Callable[[Description], Description] = lambda found: found,
-) -> StartedWorkers:
-    """Make the environments according to the plan; `describe` may change or refuse their spaces."""
+) -> tuple[list[Worker], Buffers, Attach, Description, Callable[[], None]]:
+    """Make the environments according to the plan; `describe` may change or refuse their spaces.
+
+    Returns:
+        The arguments of a `VectorPool`; the environments know where their results go.
+    """
     share = plan.caller_share
     workers = [Worker(0, env_fns[:share], options.limits)] if share else []
-    release = functools.partial(_release, None)
+    rest = contextlib.ExitStack()
     try:
         workers += _workers(env_fns[share:], share, plan, options)
         for worker in sorted(workers, key=lambda worker: worker.inline):
@@ -281,14 +275,14 @@ def open_workers(
         buffers = attach.buffers()
         if any(isinstance(worker, ProcessWorker) for worker in workers):
             block = shared_block(buffers.nbytes)
-            release = functools.partial(_release, block)
+            rest.callback(_release, block)
             attach.memory = block.name
             buffers = attach.buffers(block.buf)
         raise_first(attach_all(workers, attach, buffers))
     except BaseException:
-        close_all(workers, release, 0.0)
+        close_all(workers, rest.close, 0.0)
         raise
-    return workers, buffers, attach, description, release
+    return workers, buffers, attach, description, rest.close
 
 
 def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options) -> list[Worker]:
@@ -309,9 +303,7 @@ def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options)
 
 
 def _release(block: Any) -> None:
-    """Remove shared memory, if there is some; arrays over it live on until the last one goes."""
-    if block is None:
-        return
+    """Remove shared memory; arrays over it live on until the last one goes."""
     with contextlib.suppress(FileNotFoundError):  # a worker that could not open it removed it
         block.unlink()
     block._buf = block._mmap = None
@@ -368,7 +360,9 @@ def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
         return Plan("serial", caller_share=n_envs)
     if options.backend in ("thread", "ray"):
         return Plan(options.backend, workers=min(workers or 0, n_envs))
-    if options.backend == "auto" and workers is None and not options.guarded:
+    # One that hangs or crashes would stop the caller, even in a trial.
+    guarded = limited or options.make_timeout is not None or options.on_failure != "raise"
+    if options.backend == "auto" and workers is None and not guarded:
         if n_envs == 1:
             return Plan("serial", caller_share=1)
         if (cost := try_env(env_fns[0])) is not None:

@@ -6,7 +6,6 @@ like those of `gymnasium.vector.SyncVectorEnv`.
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,11 +34,6 @@ class Leaf:
     is_array: bool = False
     """One value is an array even where it has no dimensions."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one value of a fixed leaf."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def of(self, column: Any, i: int) -> Any:
         """The value of one environment in a column of them."""
         return column[i, ...] if self.is_array else column[i]
@@ -57,7 +51,6 @@ class Layout:
         self.node = node
         self.is_leaf = isinstance(node, int)
         self.fixed = [i for i, leaf in enumerate(leaves) if leaf.kind == "fixed"]
-        self.text = [i for i, leaf in enumerate(leaves) if leaf.kind == "text"]
 
     @classmethod
     def of(cls, space: Space[Any]) -> Layout:

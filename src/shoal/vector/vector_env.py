@@ -16,8 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
@@ -25,12 +24,14 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import EnvError, WorkerTimeoutError
+from shoal.core.executors import Closing
 from shoal.core.workers import dumps
 from shoal.vector.buffers import (
     Buffers,
     Observations,
     PickledActions,
     for_worker,
+    is_array_like,
     plain_target,
     write_actions,
     write_some,
@@ -123,7 +124,7 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-class VectorPool(VectorEnv[Any, Any, Any]):
+class VectorPool(VectorEnv[Any, Any, Any], Closing):
     """A vector environment; made by `make_vec`, which explains its options.
 
     The `workers` have made their environments, and know of the buffers.
@@ -191,10 +192,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Whether this process was forked from the one that owns the workers: their replies would go there."""
         return self._pid is not None and self._pid != os.getpid()
 
-    def _check_idle(
-        self, operation: str, ids: Iterable[int] = (), *, flying: bool = False, whole_reset: bool = False
-    ) -> None:
-        """Refuse what cannot begin now; `ids` are environments of which it is no reset."""
+    def _check_idle(self, operation: str, ids: Iterable[int] = (), *, flying: bool = False) -> None:
+        """Refuse what cannot begin now.
+
+        Args:
+            operation: what is to begin.
+            ids: environments of which it is no reset.
+            flying: it may begin while environments are in flight.
+        """
         self._check_open()
         if self._state is not None:
             begun = f"{operation}_async" if operation in ("reset", "step", "call") else operation
@@ -208,7 +213,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 raise worker_error_of(failure, note)
             which = "all environments" if len(undone) == self.num_envs else f"environments {undone}"
             raise EnvError(f"the last call failed or was interrupted: reset() {which} before `{operation}`")
-        if self._in_flight and not (flying or whole_reset):
+        if self._in_flight and not flying:
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while environments {self.in_flight[:8]} are in flight; `recv` them.",
                 "recv",
@@ -295,8 +300,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             infos = by_env(self._taken(replies, pending))
             return [(self.shown.one(i), infos.get(i, {})) for i in chosen]
 
-        self._check_idle("reset_some", whole_reset=len(chosen) == self.num_envs)
-        self._reset(given, options)
+        self._reset("reset_some", given, options)
         return self._end("reset", None, take)
 
     def _begin_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
@@ -306,12 +310,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             options = dict(options)
             chosen = np.flatnonzero(check_mask(options.pop("reset_mask"), self.num_envs)).tolist()
         seeds = seeds_per_env(seed, self.num_envs)
-        self._check_idle("reset", whole_reset=len(chosen) == self.num_envs)
-        self._reset({i: seeds[i] for i in chosen}, options)
+        self._reset("reset", {i: seeds[i] for i in chosen}, options)
 
-    def _reset(self, seeds: dict[int, int | None], options: dict[str, Any] | None) -> None:
-        """Begin to reset these environments."""
-        self._in_flight = {}  # only where all are reset
+    def _reset(self, operation: str, seeds: dict[int, int | None], options: dict[str, Any] | None) -> None:
+        """Begin to reset these environments; those in flight are dropped where all are reset."""
+        self._check_idle(operation, flying=len(seeds) == self.num_envs)
+        self._in_flight = {}
         self._begin("reset", self._resets(seeds, options))
 
     def _resets(self, seeds: dict[int, int | None], options: dict[str, Any] | None) -> Pending:
@@ -336,11 +340,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _settle(self, workers: Sequence[Worker]) -> None:
         """Wait for those that a broken-off operation left at work, and give up those that do not return."""
-        busy = [worker for worker in workers if worker.command is not None]
-        for worker in busy:
+        for worker in workers:
             if worker.inline:
                 worker.command = None
-        busy = [worker for worker in busy if not worker.inline]
+        busy = [worker for worker in workers if worker.command is not None]
         seconds = max((worker.limits.step or SETTLE_SECONDS for worker in busy), default=0.0)
         try:
             wait_for(busy, time.monotonic() + seconds)
@@ -697,17 +700,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         }
 
     # --- the end
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments; a worker that has not done so after `timeout` seconds (30) is killed."""
         check_limit(timeout, "timeout")
@@ -728,12 +720,7 @@ class SerialVectorEnv(VectorPool):
         self._check_idle("step", range(self.num_envs))
         buffers = self.buffers
         target = plain_target(buffers)
-        if (
-            target is None
-            or type(actions) is not np.ndarray
-            or actions.dtype != target.dtype
-            or actions.shape != target.shape
-        ):
+        if target is None or not is_array_like(actions, target):
             self._step_all(write_actions(buffers, actions))
             return self._end("step", None, self._step_result)
         began = time.perf_counter()

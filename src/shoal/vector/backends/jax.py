@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import EnvError, missing_extra
+from shoal.core.errors import EnvError, needs_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import function_named
@@ -45,10 +45,8 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     def __init__(
         self, env: Any, num_envs: int, *, params: Any = None, seed: int = 0, truncation: Any = None
     ) -> None:
-        try:
+        with needs_extra("JaxVectorEnv", "craftax"):
             import jax
-        except ImportError as error:
-            raise missing_extra("JaxVectorEnv", "craftax") from error
         self.num_envs, self.env = check_whole(num_envs, "num_envs", 1), env
         self.params = env.default_params if params is None else params
         mode = AutoresetMode.SAME_STEP
