@@ -10,13 +10,13 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.data import deep_copy
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.seeding import derive_seed
 from shoal.core.workers import RemoteTraceback
-from shoal.vector.infos import FINAL_IN_BUFFER, EnvInfo, Info
+from shoal.vector.infos import FINAL_IN_BUFFER, EnvInfo, Info, StepResult
 from shoal.vector.messages import Attach, Failure, Rebuild, Reply, Reset, Step, ids_of
 from shoal.vector.workers import Pending, Worker, attach_all, collect
 
@@ -80,16 +80,6 @@ def raise_first(failures: Sequence[Failure]) -> None:
 
 
 # --- the policy
-class End(NamedTuple):
-    """How an episode ended, or was cut off because its env had to be replaced."""
-
-    reward: float
-    terminated: bool
-    truncated: bool
-    final: Any  # the last observation
-    info: Info
-
-
 class FailurePolicy:
     """Raises the failures of a vector env, or replaces what failed and reports the episodes that were truncated.
 
@@ -139,7 +129,7 @@ class FailurePolicy:
                 given.update(zip(ids_of(worker, command), command.seeds, strict=True))
             elif isinstance(command, Step):
                 stepped.update(ids_of(worker, command))
-        ends: dict[int, End] = {}
+        ends: dict[int, StepResult] = {}  # the last step of episodes that ended or were cut off
         affected: dict[int, Failure] = {}
         infos: dict[int, Info] = {}
         attempts = Counter[int]()
@@ -164,8 +154,10 @@ class FailurePolicy:
                 self.pool.undone[i] = failure
                 continue
             end, buffers = ends[i], self.pool.buffers
-            buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[:3]
-            final, final_info = (end.final, {**end.info, **why}) if self.pool.same_step else (None, None)
+            buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[1:4]
+            final, final_info = (
+                (end.observation, {**end.info, **why}) if self.pool.same_step else (None, None)
+            )
             env_infos.append(EnvInfo(i, final, final_info, info))
         return env_infos
 
@@ -192,7 +184,7 @@ class FailurePolicy:
                 logger.warning(told, describe(failure))
         return affected | {failure.env: failure for failure in failures}
 
-    def _end_of(self, i: int, failure: Failure) -> End:
+    def _end_of(self, i: int, failure: Failure) -> StepResult:
         """How the episode of an env that is replaced ended: in this step, or cut off after what it showed last."""
         buffers = self.pool.buffers
         if failure.env == i and failure.ending is not None:
@@ -200,9 +192,9 @@ class FailurePolicy:
             if final is FINAL_IN_BUFFER:
                 final = self.final(i)
             flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
-            return End(float(buffers.rewards[i]), *flags, final, info)
+            return StepResult(final, float(buffers.rewards[i]), *flags, info)
         last = buffers.observations.rebuild([column[i] for column in self._last])
-        return End(0.0, False, True, deep_copy(last), {})
+        return StepResult(deep_copy(last), 0.0, False, True, {})
 
     def _replace(
         self, affected: Mapping[int, Failure], given: Mapping[int, int | None], stepped: set[int]
