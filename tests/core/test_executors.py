@@ -33,14 +33,9 @@ def fail_on_three(x):
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread"])
-def test_every_executor_gives_the_results_of_a_plain_loop(backend):
+def test_every_executor_gives_the_results_of_a_plain_loop_and_exceptions_in_their_place(backend):
     with make_executor(backend, 2) as executor:
         assert list(map_ordered(executor, square, range(37))) == [x * x for x in range(37)]
-
-
-@pytest.mark.parametrize("backend", ["serial", "thread"])
-def test_an_exception_comes_out_where_its_result_would_have(backend):
-    with make_executor(backend, 2) as executor:
         results = map_ordered(executor, fail_on_three, range(9))
         assert [next(results), next(results), next(results)] == [0, 1, 2]
         with pytest.raises(KeyError, match="three"):
@@ -196,12 +191,6 @@ def starts(monkeypatch):
     return given
 
 
-def test_without_a_name_a_local_ray_is_started(starts):
-    executors.connect_ray(3)
-    ((where, options),) = starts
-    assert (where, options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
-
-
 def test_a_named_cluster_is_used_where_something_answers(starts, monkeypatch):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -220,11 +209,15 @@ def test_a_named_cluster_is_used_where_something_answers(starts, monkeypatch):
     assert "num_cpus" not in options
 
 
-@pytest.mark.parametrize("named", ["local", "auto", "ray://head:10001"])
-def test_other_names_are_left_to_ray(starts, monkeypatch, named):
-    monkeypatch.setenv("RAY_ADDRESS", named)
-    executors.connect_ray()
-    assert starts[0][0] == named
+@pytest.mark.parametrize("named", [None, "local", "auto", "ray://head:10001"])
+def test_other_names_are_left_to_ray_and_without_one_a_local_ray_is_started(starts, monkeypatch, named):
+    if named is not None:
+        monkeypatch.setenv("RAY_ADDRESS", named)
+    executors.connect_ray(3)
+    ((where, options),) = starts
+    assert where == (named or "local")
+    of_a_local_one = {key: options[key] for key in ("num_cpus", "include_dashboard") if key in options}
+    assert of_a_local_one == ({"num_cpus": 3, "include_dashboard": False} if where == "local" else {})
 
 
 # --- memory

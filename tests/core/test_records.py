@@ -74,27 +74,25 @@ def test_a_call_without_its_parent_and_a_turn_without_its_call_are_no_record(nam
         decode_trajectory(good.replace(b'"parent":null', b'"parent":0'))
 
 
-def test_a_broken_line_is_named_with_file_and_line(tmp_path):
-    whole = trajectory_of("e", 0, 0, 0, 0, (), True, True, False)
+WHOLE = trajectory_of("e", 0, 0, 0, 0, (), True, True, False)
+DEEP = b',"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (b'{"env": 3}\n', ""),
+        (encode_trajectory(WHOLE).removesuffix(b"}\n") + DEEP, ": maximum recursion"),
+    ],
+    ids=["other parts", "nested without end"],
+)
+def test_a_broken_line_is_named_with_file_and_line(tmp_path, broken, why):
     path = tmp_path / "t.jsonl"
-    write_trajectories(path, [whole, dataclasses.replace(whole, group=1)])
-    path.write_bytes(path.read_bytes() + b'{"env": 3}\n')
+    write_trajectories(path, [WHOLE, dataclasses.replace(WHOLE, group=1)])
+    path.write_bytes(path.read_bytes() + broken)
     read = read_trajectories(path)
     assert [next(read).group, next(read).group] == [0, 1]
-    with pytest.raises(DataError, match=r"t\.jsonl, line 3: not a trajectory"):
-        next(read)
-
-
-def test_a_line_that_is_nested_without_end_is_broken_like_any_other(tmp_path):
-    trajectory = trajectory_of("bandit", 0, 0, 0, 7, (), success=False, terminated=True, truncated=False)
-    deep = b',"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
-    path = tmp_path / "episodes.jsonl"
-    path.write_bytes(
-        encode_trajectory(trajectory) + encode_trajectory(trajectory).removesuffix(b"}\n") + deep
-    )
-    read = read_trajectories(path)
-    assert next(read) == trajectory
-    with pytest.raises(DataError, match=r"episodes\.jsonl, line 2: not a trajectory: maximum recursion"):
+    with pytest.raises(DataError, match=rf"t\.jsonl, line 3: not a trajectory{why}"):
         next(read)
 
 

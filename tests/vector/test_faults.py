@@ -320,16 +320,13 @@ def test_who_shows_what_cannot_be_sent_or_read_is_replaced_and_nobody_shows_some
     envs.close()
 
 
-def test_an_env_that_cannot_be_made_says_which_and_why() -> None:
+def test_an_env_that_cannot_be_made_or_sent_to_a_worker_says_which_and_why() -> None:
     def broken() -> Any:
         raise ZeroDivisionError("no such level")
 
     with pytest.raises(Exception, match="env 2.*no such level") as caught:
         make_vec([CountEnv, CountEnv, broken], backend="process", num_workers=2)
     assert isinstance(caught.value, ZeroDivisionError)
-
-
-def test_what_cannot_be_sent_to_a_worker_is_a_clear_error() -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent"):
         make_vec(lambda: (lock, CountEnv())[1], 2, backend="process")

@@ -275,6 +275,10 @@ class Acting(CountEnv):
         return *super().step(0)[:4], {"go": int(action["go"]), "far": action["far"][0].tolist()}
 
 
+def lists(obs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.tolist() for key, value in obs.items()}
+
+
 class Around(gymnasium.Wrapper[Any, Any, Any, Any]):
     pass
 
@@ -294,9 +298,7 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
         envs.seed(7)
     for _ in range(2):
         expected, seen = theirs.reset(), ours.reset()
-        assert {key: value.tolist() for key, value in seen.items()} == {
-            key: value.tolist() for key, value in expected.items()
-        }
+        assert lists(seen) == lists(expected)
         assert ours.reset_infos == theirs.reset_infos
         for _ in range(3):
             actions = np.array([1, 2])
@@ -305,9 +307,7 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
             obs, rewards, dones, infos = ours.step_wait()
             assert not ours.waiting
             wanted, *same = theirs.step(actions)
-            assert {key: value.tolist() for key, value in obs.items()} == {
-                key: value.tolist() for key, value in wanted.items()
-            }
+            assert lists(obs) == lists(wanted)
             assert (rewards.tolist(), dones.tolist(), infos) == (same[0].tolist(), same[1].tolist(), same[2])
     assert ours.env_is_wrapped(Around) == theirs.env_is_wrapped(Around) == [False, True]
     assert ours.env_is_wrapped(Around, [-1]) == [True]

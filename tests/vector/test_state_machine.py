@@ -82,6 +82,12 @@ def named(error: BaseException) -> set[int]:
     return {int(number) for number in re.findall(r"env (\d+)\b", text)}
 
 
+def rows_of(obs: Any, rewards: Any, terminated: Any, truncated: Any, infos: Any) -> list[Seen]:
+    """A batch row by row; flags and rewards are Python's."""
+    parts = obs, rewards.tolist(), terminated.tolist(), truncated.tolist(), infos
+    return [Seen(*row) for row in zip(*parts, strict=True)]
+
+
 def belongings() -> tuple[set[int], int, int]:
     """Child processes, threads and open files of this process."""
     return children(), threading.active_count(), psutil.Process().num_fds()
@@ -320,10 +326,7 @@ class VectorMachine(RuleBasedStateMachine):
     def _see_batch(self, actions: dict[int, int], results: Any, failing: set[int], lethal: bool) -> None:
         obs, rewards, terminated, truncated, infos = results
         each = unbatched(infos, N)
-        rows = {
-            i: Seen(obs[i], float(rewards[i]), bool(terminated[i]), bool(truncated[i]), each[i])
-            for i in everyone
-        }
+        rows = dict(enumerate(rows_of(obs, rewards, terminated, truncated, each)))
         self.endangered = False
         self._see(actions, rows, failing, lethal)
 
@@ -430,19 +433,12 @@ class VectorMachine(RuleBasedStateMachine):
             self.endangered = False
 
     def _see_ready(self, ready: Any, failing: set[int], lethal: bool) -> None:
-        for k, i in enumerate(ready.ids.tolist()):
+        for i, row in zip(ready.ids.tolist(), rows_of(*ready[1:]), strict=True):
             word, value = self.flying.pop(i)
             if word == "reset":
                 self.twins[i].unsure = self.twins[i].unsure or lethal
-                self.twins[i].see_reset(ready.observations[k], None, value)
+                self.twins[i].see_reset(row.obs, None, value)
             else:
-                row = Seen(
-                    ready.observations[k],
-                    float(ready.rewards[k]),
-                    bool(ready.terminated[k]),
-                    bool(ready.truncated[k]),
-                    ready.infos[k],
-                )
                 assert not (i in failing and self.policy == "raise"), f"{i} failed: {row}"
                 self.twins[i].see_step(value, row, faulty=i in failing, endangered=lethal)
         if lethal:

@@ -298,9 +298,17 @@ def verify_folder(folder: Path | str) -> Path:
             f"{folder / MANIFEST} must hold an object with 'sha256', which holds one of name: sum"
         )
     for name, expected in sums.items():
+        path = folder / name
         # NUL, a name too long, a loop of links, no permission
         with reading(folder / MANIFEST, f"names {name!r}, which cannot be read"):
-            _verify_file(folder, name, expected)
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
+            if not path.is_file():
+                raise DataError(f"{folder / MANIFEST} lists {path}, which is missing")
+            if sha256_of(path) != expected:
+                raise DataError(
+                    f"{path} was altered or truncated: its sha256 is not that of {folder / MANIFEST}"
+                )
     for path in _files_in(folder):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -316,13 +324,3 @@ def is_whole(folder: Path) -> bool:
     except DataError:
         return False
     return True
-
-
-def _verify_file(folder: Path, name: str, expected: object) -> None:
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
-    if not path.is_file():
-        raise DataError(f"{folder / MANIFEST} lists {path}, which is missing")
-    if sha256_of(path) != expected:
-        raise DataError(f"{path} was altered or truncated: its sha256 is not that of {folder / MANIFEST}")
