@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -105,6 +106,13 @@ class Faulty(CountEnv):
                 case "info":
                     info = {"lock": threading.Lock()}
         return obs, reward, terminated, truncated, info
+
+
+def one_faulty(fault: str, n: int) -> list[Any]:
+    """What makes `n` environments; number 1 is faulty."""
+    return [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(n)
+    ]
 
 
 EXCEPTIONS = [

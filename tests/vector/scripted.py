@@ -129,13 +129,15 @@ class Numbers(gymnasium.Env[Any, Any]):
 
 
 class SlowEnv(CountEnv):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    """Every step takes some seconds, or those with one action."""
 
-    def step(self, action: Any) -> Any:
-        time.sleep(self.seconds)
-        return super().step(action)
+    def __init__(self, seconds: float, slow: int | None = None) -> None:
+        super().__init__()
+        self.seconds, self.slow = seconds, slow
+
+    def misbehave(self, action: Any) -> None:
+        if self.slow in (None, int(action)):
+            time.sleep(self.seconds)
 
 
 class WordEnv(gymnasium.Env[Any, Any]):

@@ -27,20 +27,17 @@ import pytest
 
 from shoal.core.errors import ConfigError, EnvError, WorkerDiedError, WorkerTimeoutError
 from shoal.vector.buffers import shared_block
-from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
+from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty, one_faulty
 from tests.vector.living import alive, children
 from tests.vector.same_step import make_vec
+from tests.vector.scripted import SlowEnv
 
 ROOT = Path(__file__).parents[2]
 
 
 def vec(fault: str, n: int = 4, **options: Any) -> Any:
     """`n` environments, one per worker; number 1 is faulty."""
-    fns = [
-        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(n)
-    ]
-    options.setdefault("num_workers", n)
-    return make_vec(fns, backend="process", **options)
+    return make_vec(one_faulty(fault, n), backend="process", **{"num_workers": n, **options})
 
 
 @pytest.mark.parametrize("fault", DEATHS)
@@ -67,8 +64,7 @@ def test_a_dead_worker_is_named_with_env_pid_cause_and_action(fault: str) -> Non
     ],
 )
 def test_an_exception_names_its_env_and_keeps_type_and_traceback(fault: str, backend: Any) -> None:
-    fns = [functools.partial(Faulty, fault) if i == 1 else CountEnv for i in range(3)]
-    envs = make_vec(fns, backend=backend)
+    envs = make_vec(one_faulty(fault, 3), backend=backend)
     envs.reset(seed=0)
     with pytest.raises(Exception, match="env 1 .*failed in step with action") as caught:
         envs.step([1, 9, 1])
@@ -143,11 +139,8 @@ def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str)
 @pytest.mark.parametrize("fault", ["kill", *HANGS, "raise", "nan reward"])
 @pytest.mark.flaky(reruns=2)
 def test_restart_replaces_only_the_envs_of_the_failed_worker(fault: str) -> None:
-    fns = [
-        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(6)
-    ]
     timeout = 0.5 if fault in HANGS else None
-    envs = make_vec(fns, backend="process", num_workers=3, on_failure="restart", step_timeout=timeout)
+    envs = vec(fault, 6, num_workers=3, on_failure="restart", step_timeout=timeout)
     envs.reset(seed=0)
     before = envs.step([1] * 6)[0]
     obs, rewards, terminated, truncated, infos = envs.step([1, 9, 1, 1, 1, 1])
@@ -576,12 +569,8 @@ def test_a_relative_name_means_the_same_file_when_an_env_is_made_again(
 
 @pytest.mark.flaky(reruns=2)
 def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_rows() -> None:
-    class Sleeper(CountEnv):
-        def misbehave(self, action: Any) -> None:
-            if action == 9:
-                time.sleep(2.0)
-
-    envs = make_vec([Sleeper, CountEnv], backend="thread", step_timeout=1.0, on_failure="restart")
+    fns = [functools.partial(SlowEnv, 2.0, 9), CountEnv]
+    envs = make_vec(fns, backend="thread", step_timeout=1.0, on_failure="restart")
     envs.reset(seed=0)
     _, _, _, truncated, infos = envs.step([9, 1])
     assert truncated.tolist() == [True, False]

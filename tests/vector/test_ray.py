@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 
 from shoal.core.errors import MissingExtraError, WorkerDiedError, WorkerTimeoutError
-from tests.vector.faulty import CountEnv, Faulty
+from tests.vector.faulty import CountEnv, Faulty, one_faulty
 from tests.vector.same_step import make_vec
 from tests.vector.scripted import Scripted, SlowEnv, same
 
@@ -121,9 +121,7 @@ def test_ray_gives_what_the_caller_itself_gives(cluster: Any, space: Any, mode: 
 @on_ray
 @pytest.mark.parametrize("fault", ["exit", "raise", "hang", "info"])
 def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> None:
-    fns = [
-        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)
-    ]
+    fns = one_faulty(fault, 3)
     timeout = 1.0 if fault == "hang" else None
     envs = make_vec(fns, backend="ray", num_workers=3, on_failure="restart", step_timeout=timeout)
     envs.reset(seed=0)

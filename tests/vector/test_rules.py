@@ -38,6 +38,7 @@ from tests.vector.scripted import SlowEnv, same
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["serial", "thread", "process"]
 MODES = ["same_step", "next_step", "disabled"]
+POLICIES: list[dict[str, Any]] = [{}, {"on_failure": "restart", "max_restarts": 0}]
 
 
 def only_a_reset_follows(envs: Any) -> None:
@@ -61,15 +62,14 @@ def only_a_reset_follows(envs: Any) -> None:
     assert envs.step(np.full(n, 2))[1].tolist() == [21.0] * n
 
 
-@pytest.mark.parametrize("restarts", [None, 1])
+@pytest.mark.parametrize("policy", [{}, {"on_failure": "restart", "max_restarts": 1}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_after_an_error_only_a_reset_follows(backend: Any, mode: str, restarts: int | None) -> None:
-    policy: Any = {} if restarts is None else {"on_failure": "restart", "max_restarts": restarts}
+def test_after_an_error_only_a_reset_follows(backend: Any, mode: str, policy: Any) -> None:
     fns = [functools.partial(Faulty, "raise"), CountEnv, CountEnv]
     with make_vec(fns, backend=backend, autoreset=mode, **policy) as envs:
         envs.reset(seed=0)
-        for _ in range(restarts or 0):
+        for _ in range(policy.get("max_restarts", 0)):
             assert envs.step(np.array([9, 1, 1]))[3].tolist() == [True, False, False]
         for step in (envs.step, lambda actions: (envs.step_async(actions), envs.step_wait())):
             envs.reset(seed=0)
@@ -80,16 +80,15 @@ def test_after_an_error_only_a_reset_follows(backend: Any, mode: str, restarts: 
             only_a_reset_follows(envs)
 
 
-@pytest.mark.parametrize("restarts", [None, 0])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_after_a_reset_that_raised_only_a_reset_follows(backend: Any, restarts: int | None) -> None:
+def test_after_a_reset_that_raised_only_a_reset_follows(backend: Any, policy: Any) -> None:
     class Refuses(CountEnv):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             if seed == 77:
                 raise ZeroDivisionError("this one never")
             return super().reset(seed=seed, options=options)
 
-    policy: Any = {} if restarts is None else {"on_failure": "restart", "max_restarts": restarts}
     with make_vec(Refuses, 3, backend=backend, **policy) as envs:
         envs.reset(seed=0)
         with pytest.raises(RuntimeError if policy else ZeroDivisionError):
@@ -97,11 +96,10 @@ def test_after_a_reset_that_raised_only_a_reset_follows(backend: Any, restarts: 
         only_a_reset_follows(envs)
 
 
-@pytest.mark.parametrize("restarts", [None, 0])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_after_an_error_of_some_these_are_reset_first(backend: Any, mode: str, restarts: int | None) -> None:
-    policy: Any = {} if restarts is None else {"on_failure": "restart", "max_restarts": restarts}
+def test_after_an_error_of_some_these_are_reset_first(backend: Any, mode: str, policy: Any) -> None:
     fns = [functools.partial(Faulty, "raise"), *[functools.partial(CountEnv, 1000)] * 3]
     with make_vec(fns, backend=backend, autoreset=mode, **policy) as envs:
         envs.reset(seed=0)
@@ -125,7 +123,7 @@ def test_after_an_error_of_some_these_are_reset_first(backend: Any, mode: str, r
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_after_an_interrupt_only_a_reset_follows(backend: Any) -> None:
-    fns = [functools.partial(SlowSteps, 0.3)] * 2
+    fns = [functools.partial(SlowEnv, 0.3, 8)] * 2
     with make_vec(fns, backend=backend) as envs:
         envs.reset(seed=0)
         handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -138,21 +136,9 @@ def test_after_an_interrupt_only_a_reset_follows(backend: Any) -> None:
         only_a_reset_follows(envs)
 
 
-class SlowSteps(CountEnv):
-    """The action 8 takes a while."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def misbehave(self, action: Any) -> None:
-        if int(action) == 8:
-            time.sleep(self.seconds)
-
-
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_after_a_wait_that_expired_only_a_reset_follows_and_late_answers_are_dropped(backend: Any) -> None:
-    with make_vec([functools.partial(SlowSteps, 0.4), CountEnv], backend=backend, num_workers=2) as envs:
+    with make_vec([functools.partial(SlowEnv, 0.4, 8), CountEnv], backend=backend, num_workers=2) as envs:
         envs.reset(seed=0)
         envs.step_async(np.array([8, 1]))
         with pytest.raises(multiprocessing.TimeoutError, match="timed out after"):
@@ -175,7 +161,7 @@ def test_a_reset_replaces_a_worker_that_does_not_come_back() -> None:
 
 def test_a_reset_waits_for_a_thread_and_names_its_env(caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("shoal.vector.vector_env.SETTLE_SECONDS", 0.1)
-    with make_vec([CountEnv, functools.partial(SlowSteps, 1.0)], backend="thread") as envs:
+    with make_vec([CountEnv, functools.partial(SlowEnv, 1.0, 8)], backend="thread") as envs:
         envs.reset(seed=0)
         envs.step_async(np.array([1, 8]))
         with pytest.raises(multiprocessing.TimeoutError):
