@@ -143,7 +143,6 @@ def serve(
             try:
                 command = pickle.loads(data) if data else STEP_ALL
                 if isinstance(command, Make):
-                    command.env_fns = pickle.loads(command.env_fns)
                     group = EnvGroup(command.env_fns, first, link.words[PROGRESS : PROGRESS + 1])
             except BaseException as error:
                 doing = "make" if group is None else "reading a command"

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import where_it_hangs, with_frames
 from shoal.core.workers import dumps
+from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import NO_PICKLED_ACTIONS, Buffers, PickledActions
 from shoal.vector.infos import EnvInfo, InfoTable
 from shoal.vector.spaces import Layout
@@ -25,7 +26,7 @@ from shoal.vector.spaces import Layout
 class Make:
     """The first command of a group: make the environments."""
 
-    env_fns: Any  # functions, or their pickle
+    env_fns: Sequence[EnvFn]
     doing: str = "make"
 
 

@@ -399,7 +399,6 @@ class ThreadWorker(Worker):
         return int(self._thread.group.progress[0]) if self._thread is not None else 0
 
     def alive(self) -> bool:
-        """Whether its thread runs."""
         return self._thread is not None and self._thread.thread.is_alive()
 
     def begin_close(self) -> bool:
@@ -468,11 +467,14 @@ class ProcessWorker(Worker):
 
     def _send(self, command: Any) -> None:
         try:
-            if isinstance(command, Make):
-                command = Make(dumps_env_fns(command.env_fns))
             data = b"" if command is STEP_ALL else dumps(command)
-        except BaseException:  # what cannot be sent was not begun
+        except BaseException as error:  # what cannot be sent was not begun
             self.command = None
+            if isinstance(command, Make) and isinstance(error, Exception):
+                raise ConfigError(
+                    f"what makes the environments cannot be sent to a worker process ({error}); make it a function "
+                    "of a module, without locks, files or generators in its closure, or use backend='serial'"
+                ) from error
             raise
         assert self.process is not None
         if self._begin is not None:
@@ -527,7 +529,6 @@ class ProcessWorker(Worker):
         return int(self._words[PROGRESS])
 
     def alive(self) -> bool:
-        """Whether its process runs."""
         return self.process is not None and self.process.alive()
 
     def kill(self) -> None:
@@ -568,18 +569,3 @@ class ProcessWorker(Worker):
             if self.lost is None and self.command is None:
                 self.process.wait(END_SECONDS)
             self.kill()
-
-
-def dumps_env_fns(env_fns: Sequence[EnvFn]) -> bytes:
-    """Functions that make environments, as bytes for a worker process.
-
-    Raises:
-        ConfigError: when a function holds something that cannot be sent to another process.
-    """
-    try:
-        return dumps(list(env_fns))
-    except Exception as error:
-        raise ConfigError(
-            f"what makes the environments cannot be sent to a worker process ({error}); make it a function of a "
-            f"module, without locks, files or generators in its closure, or use backend='serial'"
-        ) from error
