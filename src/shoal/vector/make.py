@@ -373,34 +373,29 @@ def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
                 plan.backend, n_envs, cost.wall * 1e6, free, available_cpus(),
             )  # fmt: skip
             return plan
-    each = limited or (workers is None and n_envs > available_cpus() and waits(env_fns[0], options))
+    each = limited
+    if not limited and workers is None and n_envs > available_cpus():
+        cost = try_env(env_fns[0], options)
+        each = cost is not None and cost.waits
     return Plan("process", workers=min(workers or (n_envs if each else available_cpus()), n_envs))
 
 
-def waits(fn: EnvFn, options: Options) -> bool:
-    """Whether a step mostly waits, by a trial in a process of its own; False where that could not be found out."""
-    options = replace(options, backend="process", step_timeout=TRIAL_LIMIT, make_timeout=None)
-    cost = None
-    try:
-        with contextlib.closing(
-            VectorPool(*open_workers([without_wrappers(fn)], Plan("process", 1), options))
-        ) as one:
-            [cost] = one.apply(step_cost)
-    except Exception as error:  # whoever makes them all finds it too, and says more
-        logger.debug("the env for the trial of a step failed: %s", format_error(error))
-    return cost is not None and cost.waits
-
-
-def try_env(fn: EnvFn) -> StepCost | None:
+def try_env(fn: EnvFn, options: Options | None = None) -> StepCost | None:
     """What a step costs, on an environment that is made for this and closed; None if none could be measured.
 
-    Its wrappers see no episode, and the global generators are left as they were.
+    Its wrappers see no episode, and the global generators are left as they were. With `options` it is made in a
+    process of its own.
     """
-    cost, drawn = None, (random.getstate(), np.random.get_state())
+    cost, drawn, bare = None, (random.getstate(), np.random.get_state()), without_wrappers(fn)
     try:
-        with contextlib.closing(without_wrappers(fn)()) as env:
-            cost = step_cost(env)
-    except Exception as error:
+        if options is None:
+            with contextlib.closing(bare()) as env:
+                cost = step_cost(env)
+        else:
+            options = replace(options, backend="process", step_timeout=TRIAL_LIMIT, make_timeout=None)
+            with VectorPool(*open_workers([bare], Plan("process", 1), options)) as one:
+                [cost] = one.apply(step_cost)
+    except Exception as error:  # whoever makes them all finds it too, and says more
         logger.debug("the env for the trial of a step failed: %s", format_error(error))
     finally:
         random.setstate(drawn[0])
