@@ -79,9 +79,9 @@ def _array(memory: memoryview, place: _Place | None) -> Any:
     return np.frombuffer(memory, kind, math.prod(shape), offset).reshape(shape)
 
 
-def is_array_like(value: Any, target: Array) -> bool:
-    """Whether it is an array of the type and shape of the target, to be copied there as it is."""
-    return type(value) is np.ndarray and value.dtype == target.dtype and value.shape == target.shape
+def is_array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    """Whether it is an array of this type and shape, to be copied as it is."""
+    return type(value) is np.ndarray and value.dtype == dtype and value.shape == shape
 
 
 class RowWriter:
@@ -98,9 +98,8 @@ class RowWriter:
 
     def write(self, j: int, value: Any) -> None:
         """Write one value, converted if that loses nothing."""
-        row = self.rows[j]
-        plain = type(value) in self._scalars or is_array_like(value, row)
-        row[...] = value if plain else self.checked(value)
+        plain = type(value) in self._scalars or is_array_of(value, self.dtype, self.shape)
+        self.rows[j][...] = value if plain else self.checked(value)
 
     def checked(self, value: Any) -> Array:
         """The value as an array, if it fits; else an `EnvError` says what was expected."""
@@ -243,7 +242,7 @@ def _all_fit(actions: Sequence[Any], target: Array) -> bool:
     # What is not already of the space's own type (an int, say) reaches the env as it is.
     if target.ndim == 1:
         return set(map(type, actions)) == {target.dtype.type}
-    return len(actions) > 0 and all(is_array_like(action, target[0]) for action in actions)
+    return len(actions) > 0 and all(is_array_of(action, target.dtype, target.shape[1:]) for action in actions)
 
 
 def reader(buffers: Buffers, first: int, count: int) -> Callable[[], list[Any]]:

@@ -29,7 +29,7 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EnvError, safe_repr
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.buffers import Array, Buffers, PickledActions, RowWriter, is_array_like, read, reader
+from shoal.vector.buffers import Array, Buffers, PickledActions, RowWriter, is_array_of, read, reader
 from shoal.vector.infos import CELLS, FINAL_IN_BUFFER, EnvInfo, Info, InfoTable
 from shoal.vector.messages import (
     NOTHING,
@@ -321,8 +321,9 @@ class EnvGroup:
                 env_infos.append(EnvInfo(self.first + j, None, None, info))
             return obs
         final: Any = FINAL_IN_BUFFER
-        if self._final is not None and is_array_like(obs, self._final[j, ...]):
-            self._final[j] = obs
+        last = self._final
+        if last is not None and is_array_of(obs, last.dtype, last.shape[1:]):
+            last[j] = obs
             if self._checks_observations and _holds_nan(obs):
                 raise EnvError(NAN_OBSERVATION)
         else:
