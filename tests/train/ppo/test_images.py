@@ -156,9 +156,10 @@ def test_a_policy_that_sees_pictures_is_exported_for_batches_of_any_size(network
         np.testing.assert_allclose(got, policy.parameters(rows), atol=1e-5)
 
 
-def test_half_precision_without_convolutions_is_refused():
+@pytest.mark.parametrize("setting", [{"precision": "bfloat16"}, {"cnn": "impala"}])
+def test_settings_of_convolutions_without_images_are_refused(setting):
     with pytest.raises(ConfigError, match="is of the convolutions that are built for images"):
-        PPO("CartPole-v1", precision="bfloat16", **TINY)
+        PPO("CartPole-v1", **setting, **TINY)
 
 
 # --- pictures beside numbers

@@ -98,6 +98,10 @@ class PPOConfig:
         if isinstance(self.hidden, list | tuple | np.ndarray):
             object.__setattr__(self, "hidden", tuple(np.asarray(self.hidden, object).tolist()))
         check_fields(self)
+        if self.recurrent == "none" and self.memory_units != 64:
+            raise ConfigError(f"memory_units={self.memory_units} needs a core: recurrent='lstm' or 'gru'")
+        if self.sde_every and not self.sde:
+            raise ConfigError(f"sde_every={self.sde_every} needs sde=True")
 
 
 BUILT_IN = (
@@ -169,6 +173,10 @@ def check_places(backend: str, num_workers: int | None, start_method: str | None
         raise ConfigError(
             f"a native batch steps its environments itself, in this process, got num_workers={num_workers} and "
             f"start_method={start_method}: leave both out (its threads are set by env_kwargs)"
+        )
+    if start_method is not None and (backend == "serial" or num_workers == 0):
+        raise ConfigError(
+            f"start_method={start_method!r} is for workers, and there are none: leave it out, or say backend='process'"
         )
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:

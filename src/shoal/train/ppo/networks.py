@@ -388,11 +388,13 @@ def build_network(
         raise ConfigError(
             f"recurrent={config.recurrent!r} builds a network, but one was given; leave out either"
         )
-    if config.precision != "float32" and (network is not None or rows.dtype != np.uint8):
-        raise ConfigError(
-            f"precision={config.precision!r} is of the convolutions that are built for images, and there are none "
-            "here; leave it out"
-        )
+    for name, usual in (("precision", "float32"), ("cnn", "auto")):
+        given = getattr(config, name)
+        if given != usual and (network is not None or rows.dtype != np.uint8):
+            raise ConfigError(
+                f"{name}={given!r} is of the convolutions that are built for images, and there are none here; "
+                "leave it out"
+            )
     if isinstance(network, ActorCritic):
         return network
     if network is not None:
