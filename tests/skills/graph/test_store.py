@@ -101,13 +101,23 @@ def test_a_full_disk_is_an_error_of_files_and_the_store_goes_on_when_there_is_ro
     assert Store(store.root).setting("much") == "x" * 100_000
 
 
-@pytest.mark.parametrize("altered", [b"weightz", b"weight"])
+@pytest.mark.parametrize(
+    ("altered", "said"),
+    [
+        (b"weightz", "was altered or truncated"),
+        (b"weight", "was altered or truncated"),
+        (None, "is missing or empty; put it back from a copy"),
+    ],
+)
 def test_an_altered_expert_file_is_noticed_and_whole_again_when_the_same_is_stored_again(
-    store: Store, altered: bytes
+    store: Store, altered: bytes | None, said: str
 ) -> None:
     name = store.put_blob(b"weights")
-    store.blob_path(name).write_bytes(altered)
-    with pytest.raises(DataError, match="altered or truncated"):
+    if altered is None:
+        store.blob_path(name).unlink()
+    else:
+        store.blob_path(name).write_bytes(altered)
+    with pytest.raises(DataError, match=said):
         store.get_blob(name)
     assert store.put_blob(b"weights") == name  # the same training, made again
     assert store.get_blob(name) == b"weights"

@@ -267,9 +267,10 @@ class Store:
     def get_blob(self, name: str) -> bytes:
         """The bytes of that sha256, verified."""
         path = self.blob_path(name)
-        data = path.read_bytes()
+        data = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(data).hexdigest() != name:
-            raise DataError(f"{path} was altered or truncated: its sha256 is not its name")
+            what = "was altered or truncated: its sha256 is not its name" if data else "is missing or empty"
+            raise DataError(f"{path} {what}; put it back from a copy, as nothing else holds these weights")
         return data
 
     # Settings and events
