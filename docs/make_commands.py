@@ -81,7 +81,7 @@ def flags(one: Any) -> str:
     names = [name for name in one.names if not name.startswith("--no-")]
     kinds = get_args(one.hint) or (one.hint,)
     if bool in kinds:
-        return ", ".join(one.names) if one.field_info.default is True else names[0]
+        return ", ".join(one.names) if one.field_info.default in (True, None) else names[0]
     several = get_origin(one.hint) is tuple
     within = [kind for kind in kinds if kind not in (type(None), ...)]
     kind = KINDS.get(getattr(within[0], "__name__", ""), "CHOICE") if within else "TEXT"

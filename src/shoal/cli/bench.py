@@ -28,7 +28,7 @@ class BenchOptions:
     num_envs: int = 32
     """Copies of the environment."""
     num_workers: int | None = None
-    """Worker processes or threads; one per core if not given."""
+    """Worker processes (one per core if not given) or threads (one per environment)."""
     backends: tuple[Literal["auto", "serial", "process", "thread", "ray", "native"], ...] = (
         "auto", "serial", "process", "thread", "native",
     )  # fmt: skip

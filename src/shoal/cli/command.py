@@ -254,8 +254,11 @@ def _parameters(command: Command, default: Any) -> Iterator[inspect.Parameter]:
     found, kinds = list(_options(command.options, default)), inspect.Parameter
     for one in found:
         if one.place is not None:
-            look = Parameter(name=one.place, help=one.help, show_default=_is_told(one.default))
-            if get_origin(one.kind) is tuple:  # takes all words that are left, and has no default
+            several = get_origin(one.kind) is tuple  # takes all words that are left, and has no default
+            look = Parameter(
+                name=one.place, help=one.help, show_default=not several and _is_told(one.default)
+            )
+            if several:
                 yield kinds(one.name, kinds.VAR_POSITIONAL, annotation=Annotated[get_args(one.kind)[0], look])
             else:
                 value = kinds.empty if one.default is MISSING else one.default

@@ -67,8 +67,8 @@ class ProveOptions(AgentOptions):
     """Settings to change, as in Hydra; with --quick they win over the short run's."""
     quick: bool = False
     """Train two short iterations instead of the whole run."""
-    ray: bool = importlib.util.find_spec("ray") is not None
-    """Also run on Ray."""
+    ray: bool | None = None
+    """Also run on Ray; by default where it is installed."""
 
 
 def prove(options: ProveOptions) -> int:
@@ -82,7 +82,8 @@ def prove(options: ProveOptions) -> int:
     path = Path(config.run_dir) if config.run_dir else new_folder("prove")
     if (path / "summary.json").exists():
         raise ConfigError(f"{path} holds a run already: choose another folder with --out")
-    names = [name for name in BACKENDS if options.ray or "Ray" not in name]
+    ray = importlib.util.find_spec("ray") is not None if options.ray is None else options.ray
+    names = [name for name in BACKENDS if ray or "Ray" not in name]
     if config.trainer.lag:  # what plays while it learns has hosts of its own
         names = [name for name in names if not name.startswith("synchronous")]
     trainings = []

@@ -25,7 +25,7 @@ class ViewOptions:
     """
 
     runs: Annotated[tuple[Path, ...], Positional("RUN")] = (Path("runs"),)
-    """run folders, or folders that hold them"""
+    """run folders, or folders that hold them; by default runs"""
     port: int = 0
     """on which to answer; 0 takes that of the last time for these folders, or a free one"""
     token: str | None = None

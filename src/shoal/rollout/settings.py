@@ -104,7 +104,7 @@ class RolloutSettings:
     use_parallel_rollout: bool = False
     """Play episodes on workers that make their own envs, with one shared engine."""
     parallel_n_jobs: int = -1
-    """Workers; -1 adapts to the machine and to what the envs need, at most one per core."""
+    """Workers; -1 is one per core."""
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:

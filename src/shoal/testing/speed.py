@@ -67,7 +67,7 @@ def measure_backends(
         env_kwargs: its settings.
         wrappers: put around it, the first innermost.
         num_envs: copies of it.
-        num_workers: processes or threads; one per core if not given.
+        num_workers: processes (one per core if not given) or threads (one per env).
         backends: which ones; by default "native", an env's own batch, only if it has one.
         peers: also Gymnasium's SyncVectorEnv and AsyncVectorEnv.
         seconds: to measure each, in five rounds that take turns.

@@ -67,8 +67,8 @@ def make_vec(
             or 50 ms without its wrappers, and closed; then `choose` says where they go. Where it refuses random
             actions, all are in worker processes. The caller steps a share of the environments, so one that crashes
             takes it along; with `step_timeout` or `on_failure` all are in workers and nothing is tried.
-        num_workers: processes, threads or actors; default: one per core, with `step_timeout` one per env, and one per
-            env too where "process" finds, by a trial of another env in a process of its own, that a step mostly waits.
+        num_workers: threads (default: one per env), actors (one per CPU of the cluster) or processes: one per core, or
+            per env with `step_timeout` or where a trial of another env in a process finds that a step mostly waits.
         start_method: of worker processes: "forkserver" (default on Linux), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
         wrappers: put around each env, the first innermost: callables from env to env, or "module:Name".
