@@ -1,6 +1,6 @@
 """The settings of TRL and verl, beside the settings of shoal that do the same; the docs' table is made of it.
 
-Defaults are those of TRL's grpo_config.py and of verl's ppo_trainer.yaml and actor.yaml in July 2026. Of TRL,
+Defaults are those of TRL 1.16.0 and of verl 0.9.1; `make test-integrations` compares them. Of TRL,
 lr_scheduler_type, weight_decay, max_grad_norm, max_steps, save_steps, eval_steps and report_to are those of
 transformers.TrainingArguments, and peft_config is an argument of the trainer.
 """
@@ -29,7 +29,7 @@ TRL = (
         "steps_per_generation", None, ("algorithm.minibatch_size=null",),
         "samples of a gradient step here; none: one step a batch",
     ),
-    Name("max_completion_length", 256, ("agent_proxy.max_tokens=256",), "of one turn; there of all turns together"),
+    Name("max_completion_length", 512, ("agent_proxy.max_tokens=512",), "of one turn; there of all turns together"),
     Name(
         "temperature, top_p, top_k", [1.0, 1.0, 0],
         ("agent_proxy.temperature=1.0", "agent_proxy.top_p=1.0", "agent_proxy.top_k=0"),
@@ -54,7 +54,7 @@ TRL = (
     Name(
         "scale_rewards", "group",
         ("agent_proxy.reward_normalization.method=mean_std", "agent_proxy.reward_normalization.grouping=state"),
-        "`none`: `mean`; `mean`: `maxrl`; `batch`: none, since `reinforce_pp_baseline` divides by the deviation of "
+        "`none`: `mean`; `batch`: none here, since `reinforce_pp_baseline` divides by the deviation of "
         "rewards less the mean of their group",
     ),
     Name(
@@ -67,10 +67,10 @@ TRL = (
         ("algorithm.rollout_correction.method=mask", "algorithm.rollout_correction.level=sequence"),
         "`token_truncate`: `truncate`, `token`",
     ),
-    Name("vllm_importance_sampling_cap", 3.0, ("algorithm.rollout_correction.cap=3.0",)),
+    Name("vllm_importance_sampling_clip_max", 3.0, ("algorithm.rollout_correction.cap=3.0",)),
     Name("use_vllm", False, ("engine.name=huggingface",), "`vllm`"),
     Name("gradient_checkpointing", True, ("algorithm.gradient_checkpointing=true",)),
-    Name("bf16", True, ("algorithm.precision=bfloat16",), "of the arithmetic; weights: `engine.dtype`"),
+    Name("bf16", None, ("algorithm.precision=bfloat16",), "none: true; of the arithmetic; weights: `engine.dtype`"),
     Name("reward_weights", None, ("rewards",), "of each entry `weight`, 1 by default"),
     Name("peft_config", None, ("model.lora.rank=0",), "`LoraConfig(r=16)`: 16"),
     Name("max_steps, save_steps, eval_steps", [-1, 500, None],
@@ -117,7 +117,8 @@ VERL = (
     ),
     Name(
         "algorithm.adv_estimator", "gae", ("algorithm.adv_estimator=gae",),
-        "`reinforce_plus_plus`: `reinforce_pp`; others the same",
+        "`reinforce_plus_plus`: `reinforce_pp`; `reinforce_plus_plus_baseline`: `reinforce_pp_baseline`; `grpo`, "
+        "`rloo`: the same; the others are not here",
     ),
     Name("algorithm.gamma, algorithm.lam", [1.0, 1.0], ("algorithm.gamma=1.0", "algorithm.critic.gae_lambda=1.0")),
     Name("trainer.critic_warmup", 0, ("algorithm.critic.warmup=0",)),

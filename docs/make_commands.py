@@ -28,7 +28,8 @@ Every command of `shoal` with its options, in the words of `shoal COMMAND --help
 `make settings` from the source. Words like `key=value` change [settings](settings.md) of agent training.
 
 `…` takes several values. An option without a value is off unless the table says on; then `--no-NAME` turns it off. A
-default that depends on other options (a preset, a config) is the one without them.
+default that depends on other options (a preset, a config) is the one without them; of `train-ppo` it is that of the
+preset of its default environment.
 
 Exit status: 0 done, 1 failed or not equal, 2 a usage error, 130 Ctrl-C. `SHOAL_TRACEBACK=1` prints the traceback of an
 error instead of one line.

@@ -41,7 +41,7 @@ def preset_table() -> str:
         estimator, loss, low, high, how, constant, coef, kl, place = (known[path] for path in SHOWN)
         clips = {"likelihood": "", "cispo": f" {high:g}"}.get(loss, f" {low:g}, {high:g}")
         over = {"token_mean": "tokens", "sequence_mean": "samples, their tokens"}.get(
-            how, f"samples, {shown(constant)} tokens each"
+            how, "samples, tokens summed" + ("" if constant == 1 else f" / {shown(constant)}")
         )
         held = f"{coef:g} `{kl}`, {place}" if coef else "none"
         cells = [

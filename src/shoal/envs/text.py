@@ -204,6 +204,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return bool(self.projection.lookup) or type(self).random_action is not TextEnv.random_action
 
     @property
+    def has_expert(self) -> bool:
+        """Whether there is an expert: the env has an `expert_action` of its own."""
+        return type(self).expert_action is not TextEnv.expert_action
+
+    @property
     def action_words(self) -> dict[str, Action]:
         """The env's words and what they stand for; empty where actions are free text."""
         return dict(self.projection.lookup)

@@ -49,6 +49,8 @@ class Role:
     """Settings of `PromptConfig` that this kind of env has of its own."""
     draws_actions: bool = True
     """Whether the env can name a valid action at random; it cannot where actions are free text without a rule."""
+    has_expert: bool = True
+    """Whether the env can name an expert's action."""
     tools: tuple[Tool, ...] | None = None
     """Of an env that acts by tools: those of its episode with seed 0, others may have others; None of other envs."""
 

@@ -64,8 +64,9 @@ class EnvTag:
         try:
             tools = tools_of(env.reset(seed=0)[1]) if env.calls_tools else None
             known = Role(
-                "", env.instructions, env.projection, env.max_steps, self.prompt, env.draws_actions, tools
-            )
+                "", env.instructions, env.projection, env.max_steps, self.prompt, env.draws_actions,
+                env.has_expert, tools,
+            )  # fmt: skip
         finally:
             close_env(env)
         self.__dict__["_role"] = known

@@ -337,6 +337,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         own = self._own("random_action")
         return super().random_action(rng) if own is None else self._in_words(own(rng), "random_action")
 
+    @property
+    def has_expert(self) -> bool:
+        """Whether the env inside has an `expert_action`."""
+        return self._own("expert_action") is not None
+
     def expert_action(self) -> Any:
         """What `expert_action()` of the env inside gives, if it has one: an action, the text of one, or None."""
         own = self._own("expert_action")

@@ -126,7 +126,7 @@ OTHERWISE = {
     "refilled and filtered groups": [
         "algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "algorithm.policy_loss=gspo",
         "algorithm.filter_groups.max_num_gen_batches=3", "algorithm.rollout_filter_ratio=0.5",
-        "agent_proxy.max_turn=8", "warmup.expert=0.8", "custom_envs.FrozenLakeEnv.env_config.desc=[SFF,FHF,FFG]",
+        "agent_proxy.max_turn=8", "custom_envs.FrozenLakeEnv.env_config.desc=[SFF,FHF,FFG]",
     ],
 }  # fmt: skip
 

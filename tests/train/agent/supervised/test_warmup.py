@@ -44,6 +44,16 @@ def test_an_env_without_expert_says_none():
     assert env.expert_action() is None
 
 
+def test_a_share_of_an_expert_that_no_env_has_is_refused(tmp_path):
+    asked = ["warmup.expert=0.5", "warmup.steps=1", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(
+        ConfigError, match=r"warmup.expert=0.5 needs an env with an expert, and FrozenLakeEnv has no"
+    ):
+        next(iter(AgentTrainer(compose_config("demo", asked)).train()))
+    with AgentTrainer(compose_config("mixed", asked)) as trainer:  # one of its envs has one
+        assert trainer.config.warmup.expert == 0.5
+
+
 def test_the_sokoban_expert_gives_up_a_lost_room():
     env = make("sokoban", levels="#####\n#$  #\n#@ .#\n#####")  # the box stands in a corner
     env.reset(seed=0)

@@ -55,11 +55,16 @@ MOST_LOST = 16
 
 # --- whether there is one
 def refuse_without_actions(config: Warmup, roles: Mapping[str, Role]) -> None:
-    """Check that there are actions to learn from, where the warm-up plays at random.
+    """Check that there are actions to learn from: random ones, or an expert's.
 
     Raises:
         ConfigError: names the env without.
     """
+    if config.steps and config.expert and not any(role.has_expert for role in roles.values()):
+        raise ConfigError(
+            f"warmup.expert={config.expert:g} needs an env with an expert, and {', '.join(sorted(roles))} has no "
+            "expert_action(): give it one, or leave out warmup.expert"
+        )
     if config.steps in (0, "auto") or config.expert == 1:
         return
     for tag, role in sorted(roles.items()):
