@@ -120,14 +120,6 @@ def test_an_observation_that_is_infinite_as_float32_alone_is_told_so():
         ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
         ({"backend": "proces"}, "no backend named 'proces'. Did you mean 'process'"),
         ({"start_method": "teleport"}, "no start method 'teleport'"),
-        (
-            {"start_method": "spawn", "backend": "serial"},
-            "start_method='spawn' is for workers, and there are none",
-        ),
-        (
-            {"start_method": "spawn", "num_workers": 0},
-            "start_method='spawn' is for workers, and there are none",
-        ),
         ({"memory_units": 32}, "memory_units=32 needs a core: recurrent='lstm' or 'gru'"),
         ({"sde_every": 4}, "sde_every=4 needs sde=True"),
         ({"learning_rat": 1}, "no PPO setting named 'learning_rat'. Did you mean 'learning_rate'"),

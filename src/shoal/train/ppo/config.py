@@ -174,10 +174,6 @@ def check_places(backend: str, num_workers: int | None, start_method: str | None
             f"a native batch steps its environments itself, in this process, got num_workers={num_workers} and "
             f"start_method={start_method}: leave both out (its threads are set by env_kwargs)"
         )
-    if start_method is not None and (backend == "serial" or num_workers == 0):
-        raise ConfigError(
-            f"start_method={start_method!r} is for workers, and there are none: leave it out, or say backend='process'"
-        )
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:
         raise ConfigError(
