@@ -89,9 +89,9 @@ def lora(kind=torch.float32):
 
 
 CASES = {
-    "tiny": (tiny, replace(WITH_CRITIC, batching="packed")),
+    "tiny": (tiny, replace(WITH_CRITIC, batching="packed", micro_batch_tokens=12)),
     "llama": (llama, STRAIGHT),
-    "llama-critic": (llama, replace(WITH_CRITIC, batching="packed", epochs=2)),
+    "llama-critic": (llama, replace(WITH_CRITIC, batching="packed", micro_batch_tokens=12, epochs=2)),
     "llama-checkpointing": (llama, replace(PLAIN, gradient_checkpointing=True)),
     "llama-autocast": (llama, replace(PLAIN, precision="bfloat16")),
     "llama-bfloat16": (bfloat16, WITH_CRITIC),
@@ -110,7 +110,7 @@ CASES = {
 
 
 def played(iteration):
-    """Nine episodes of one or two turns in three groups: the last minibatch of four is one sample."""
+    """Nine episodes of one or two turns in three groups, in minibatches of three samples for two processes."""
     rng = np.random.default_rng(iteration)
     found = []
     for i in range(9):
