@@ -437,7 +437,7 @@ def test_a_system_prompt_beside_messages_stands_before_them(tmp_path):
         read_row(tmp_path, {"messages": chat(), "system": 7})
 
 
-@pytest.mark.parametrize("command", ["split", "train-recorded"])
+@pytest.mark.parametrize("command", [pytest.param("split", marks=pytest.mark.slow), "train-recorded"])
 def test_a_command_names_on_standard_error_what_it_skips(command, tmp_path):
     path = lines(tmp_path / "chats.jsonl", talk(), talk(), talk(weight=0.5))
     out = tmp_path / "out"

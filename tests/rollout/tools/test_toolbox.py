@@ -183,7 +183,7 @@ def test_a_server_that_dies_in_each_try_fails_the_episode_which_is_counted(box):
     assert "ended in a call of die, twice" in episode.error
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread"])
+@pytest.mark.parametrize("backend", [pytest.param("serial", marks=pytest.mark.slow), "thread"])
 def test_each_episode_has_a_server_of_its_own_from_its_first_call_to_its_end(backend):
     pytest.importorskip("mcp")
     names = {}

@@ -163,10 +163,10 @@ def test_processes_that_are_killed_cost_time_alone(simulation, which, tmp_path):
         killed = 0
         for row in trainer.train():
             pids = trainer.sampler.pids() if which == "the sampler" else trainer.worker_pids()
-            if row["iteration"] % 2 and pids:
+            if row["iteration"] % 4 == 1 and pids:
                 os.kill(pids[0], signal.SIGKILL)
                 killed += 1
-        assert killed >= 9
+        assert killed >= 4
         assert weights_sha256(trainer.policy.module) == weights
 
 

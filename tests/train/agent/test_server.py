@@ -181,7 +181,9 @@ def test_a_run_goes_on_by_a_server(serve, here, model, tmp_path, more):
     check_equal(there(server, run, model, "trainer.save_every=1", "resume=true", *more), here(*more))
 
 
-@pytest.mark.parametrize("more", [(), LORA], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(LORA, marks=pytest.mark.slow)], ids=["weights", "adapters"]
+)
 def test_a_server_plays_by_older_weights_too(serve, here, model, tmp_path, more):
     """It has one copy of them, which changes when an evaluation wants the newest, and is lost once."""
     lagged = [*more, "trainer.lag=2", "trainer.eval_every=1"]

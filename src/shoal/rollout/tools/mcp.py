@@ -161,6 +161,7 @@ class McpServer:
                 )
                 if not connected.done():
                     late = not self._task.done()
+                    self._task.cancel()  # it waits for the server, not for its end
                     await self._stop(self._task)
                     why = (
                         f"did not answer within {seconds:g} s (mcp.start_seconds)"
