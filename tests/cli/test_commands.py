@@ -124,6 +124,7 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
         ("train trainer.iterations==3", "'trainer.iterations==3': expected key=value"),
         ("train agent_proxy.prompt.turn={actoin}", "the value of agent_proxy.prompt.turn, {actoin}: "),
         ("train algorithm.adv_estimator=ppo", "PPO with a critic is adv_estimator=gae"),
+        ("skills train mine.yaml", "not take 'mine.yaml': did you mean --skills mine.yaml?"),
         ("train-ppo CartPole-v1 --n-envs 8", "not take 'CartPole-v1': did you mean --env CartPole-v1?"),
         ("train trainer.iteration=3", "'trainer.iteration'. Did you mean 'trainer.iterations'?"),
         ("train --trainer.iterations=3", "Settings are given without dashes: trainer.iterations=VALUE"),

@@ -121,8 +121,8 @@ def _given(command: Command, name: str, words: Sequence[str]) -> dict[str, Any]:
         meant = ""
         if equals and flag in flags:
             meant = f": did you mean {flag} {value}?"
-        elif word == words[0] and "--env" in flags:
-            meant = f": did you mean --env {word}?"
+        elif word == words[0] and (named := {"--env", "--skills"} & set(flags)):
+            meant = f": did you mean {named.pop()} {word}?"
         raise ConfigError(f"shoal {name} does not take {word!r}{meant}") from None
     except cyclopts.CycloptsError as error:
         told = " ".join(str(error).split())

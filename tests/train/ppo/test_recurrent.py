@@ -281,10 +281,9 @@ def test_a_network_of_ones_own_and_kernels_do_not_go_with_recurrence():
     ("recurrent", "least", "most"), [("none", 0.2, 0.7), ("gru", 0.97, 1.0), ("lstm", 0.97, 1.0)]
 )
 def test_a_task_of_memory_is_solved_by_who_remembers_and_by_no_other(recurrent, least, most):
-    settings = {"n_envs": 16, "n_steps": 32, "batch_size": 128, "n_epochs": 4, "hidden": (32,), "memory_units": 32,
+    settings = {"n_envs": 16, "n_steps": 32, "batch_size": 128, "n_epochs": 4, "hidden": (32,),
                 "learning_rate": 3e-3, "ent_coef": 0.01, "gamma": 0.98, "backend": "serial"}  # fmt: skip
-    with PPO(
-        RecallEnv, seed=1, env_kwargs={"length": 6, "forgives": False}, recurrent=recurrent, **settings
-    ) as ppo:
+    core = {} if recurrent == "none" else {"recurrent": recurrent, "memory_units": 32}
+    with PPO(RecallEnv, seed=1, env_kwargs={"length": 6, "forgives": False}, **core, **settings) as ppo:
         ppo.learn(120_000)
         assert least <= ppo.evaluate(100).mean <= most
